@@ -1,0 +1,140 @@
+"""What becomes of a delivery, given what APNs said. Pure: no clock, no I/O, and the dice are handed in."""
+
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import assert_never
+
+from core.answer import Accepted, Answer, Rejected, Unanswered, Unbegun, Unsendable
+from core.delivery import Delivery, Device, Push
+from core.reasons import Blame, blame, describe
+
+WITHHELD_SECONDS = 300  # a key or a topic is mended by people; five minutes later is soon enough, and one push cheap
+
+
+class Skip(StrEnum):
+    """Why a delivery ends without a push. A decision, not an error."""
+
+    NO_PUSH_TOKEN = "no_push_token"  # noqa: S105  a word, not a password
+    UNCONFIGURED = "unconfigured"
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """APNs accepted it. Final."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Try again after `delay` seconds. The attempt counts."""
+
+    reason: str
+    error: str
+    delay: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Given up. Final."""
+
+    reason: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class InvalidToken:
+    """The device is gone. Final, unless it registered again after `dead_since`: then `if_alive`."""
+
+    reason: str
+    error: str
+    device: Device
+    dead_since: datetime | None
+    if_alive: Retry | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """Nothing is pushed, by decision. Final."""
+
+    why: Skip
+
+
+@dataclass(frozen=True, slots=True)
+class Withheld:
+    """Nothing of the delivery was judged, since we or APNs are at fault. The attempt is given back."""
+
+    reason: str
+    error: str
+    delay: float
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Its push never began. Due again at once, and the attempt is given back."""
+
+
+type Outcome = Sent | Retry | Failed | InvalidToken | Skipped | Withheld | Released
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ladder:
+    """How often a delivery is tried, and how long it waits in between (seconds)."""
+
+    max_attempts: int
+    base: int
+    cap: int
+
+    def backoff(self, attempts: int, chance: float) -> float:
+        """Seconds to wait after so many attempts: doubling from `base` up to `cap`, with equal jitter."""
+        doublings = min(attempts - 1, 40)  # far above any cap, far below an overflow
+        return jittered(min(self.base * 2**doublings, self.cap), chance)
+
+
+def jittered(seconds: float, chance: float) -> float:
+    """Give half of it for certain and the other half by chance (0 <= chance < 1).
+
+    So what failed together does not return together.
+    """
+    return seconds / 2 + seconds / 2 * chance
+
+
+def judge(push: Push, answer: Answer, ladder: Ladder, chance: float) -> Outcome:
+    """Say what becomes of a push."""
+    match answer:
+        case Accepted():
+            return Sent()
+        case Rejected(reason=reason, dead_since=dead_since):
+            error = describe(answer)
+            match blame(answer):
+                case Blame.DEVICE:
+                    if_alive = _retry(push.delivery, reason, error, ladder, chance)
+                    return InvalidToken(reason, error, push.device, dead_since, if_alive)
+                case Blame.NOTIFICATION:
+                    return Failed(reason, error)
+                case Blame.PROVIDER:
+                    return _withhold(push.delivery, reason, error, ladder, chance)
+                case Blame.APNS:
+                    return _retry(push.delivery, reason, error, ladder, chance)
+                case unreachable:
+                    assert_never(unreachable)
+        case Unanswered(reason, error):
+            return _retry(push.delivery, reason, error, ladder, chance)
+        case Unsendable(reason, error):
+            return Failed(reason, error)
+        case Unbegun():
+            return Released()
+        case _:
+            assert_never(answer)
+
+
+def _retry(delivery: Delivery, reason: str, error: str, ladder: Ladder, chance: float) -> Retry | Failed:
+    attempts = delivery.lease.attempts
+    if attempts >= ladder.max_attempts:
+        return Failed(reason, error)
+    return Retry(reason, error, ladder.backoff(attempts, chance))
+
+
+def _withhold(delivery: Delivery, reason: str, error: str, ladder: Ladder, chance: float) -> Withheld | Retry | Failed:
+    if not delivery.may_give_back:
+        return _retry(delivery, reason, error, ladder, chance)
+    return Withheld(reason, error, jittered(WITHHELD_SECONDS, chance))
