@@ -183,17 +183,17 @@ def _text(secret_id: str, answer: dict[str, Any]) -> str:
     try:
         return bytes(answer["SecretBinary"]).decode()
     except UnicodeDecodeError:
-        raise SecretFault(f"the secret {secret_id} is binary and not UTF-8 text: {_EXPECTED}") from None
+        raise SecretFault(f"the secret {secret_id} is binary and not UTF-8 text: put its JSON in as text") from None
 
 
 _CREDENTIALS = "AWS does not accept our credentials; mend them, or the machine's clock"
-_NO_ID = "APNS_SECRET_ID must be the name or the ARN of a secret"
+_NO_ID = "its id (APNS_SECRET_ID, DB_SECRET_ID) must be the name or the ARN of a secret"
 _TRY_AGAIN = "the next drain tries again; if it stays so, mend what AWS says"
 
 # What to mend when AWS says no, by its code.
 _REFUSED = {
     "ResourceNotFoundException": (
-        "it does not exist here or has no value; create it, or mend APNS_SECRET_ID or the region"
+        "it does not exist here or has no value; create it, or mend its id (APNS_SECRET_ID, DB_SECRET_ID) or the region"
     ),
     "AccessDeniedException": (
         "grant the function's role secretsmanager:GetSecretValue on it, and kms:Decrypt on its KMS key if it has one"
