@@ -19,6 +19,7 @@ class Rejected:
     status: int
     reason: str  # verbatim: one that nobody has seen yet must still reach the row and the log
     dead_since: datetime | None = None  # 410: since when the token is dead, to the millisecond
+    floor: float = 0.0  # seconds before which asking again is no use
 
 
 @dataclass(frozen=True, slots=True)

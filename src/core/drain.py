@@ -165,7 +165,8 @@ class Drain:
         suspects = self.pace.batch_size
         while self.tally.pushed < self.pace.batch_size * self.pace.max_batches and self._has_time():
             batch = await self._deliver(self.outbox.claim)
-            suspects -= await self._deliver(self.outbox.claim_suspect)
+            if suspects > 0 and self._has_time():
+                suspects -= await self._deliver(self.outbox.claim_suspect)
             if not batch:
                 break
         while suspects > 0 and self._has_time() and await self._deliver(self.outbox.claim_suspect):

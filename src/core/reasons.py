@@ -80,6 +80,11 @@ def blame(rejected: Rejected) -> Blame:
     return Blame.APNS  # 429, 5xx, and what is no answer of APNs' at all: nothing that an attempt too many could harm
 
 
+def blames_the_topic(rejected: Rejected) -> bool:
+    """Whether a provider's fault is one of the topic alone: then the environment's other topics go on."""
+    return rejected.reason in {"BadTopic", "MissingTopic", "TopicDisallowed"}
+
+
 def describe(rejected: Rejected) -> str:
     """Say it in a sentence for people."""
     if known := REASONS.get(rejected.reason):

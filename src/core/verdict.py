@@ -107,14 +107,14 @@ def judge(push: Push, answer: Answer, ladder: Ladder, chance: float) -> Outcome:
             error = describe(answer)
             match blame(answer):
                 case Blame.DEVICE:
-                    if_alive = _retry(push.delivery, reason, error, ladder, chance)
+                    if_alive = _retry(push.delivery, reason, error, ladder, chance, floor=answer.floor)
                     return InvalidToken(reason, error, push.device, dead_since, if_alive)
                 case Blame.NOTIFICATION:
                     return Failed(reason, error)
                 case Blame.PROVIDER:
-                    return _withhold(push.delivery, reason, error, ladder, chance)
+                    return withhold(push.delivery, reason, error, ladder, chance, floor=answer.floor)
                 case Blame.APNS:
-                    return _retry(push.delivery, reason, error, ladder, chance)
+                    return _retry(push.delivery, reason, error, ladder, chance, floor=answer.floor)
                 case unreachable:
                     assert_never(unreachable)
         case Unanswered(reason, error):
@@ -127,14 +127,24 @@ def judge(push: Push, answer: Answer, ladder: Ladder, chance: float) -> Outcome:
             assert_never(answer)
 
 
-def _retry(delivery: Delivery, reason: str, error: str, ladder: Ladder, chance: float) -> Retry | Failed:
+def withhold(
+    delivery: Delivery, reason: str, error: str, ladder: Ladder, chance: float, *, floor: float = 0.0
+) -> Withheld | Retry | Failed:
+    """Give the attempt back, unless the delivery was first claimed so long ago that every attempt counts."""
+    if not delivery.may_give_back:
+        return _retry(delivery, reason, error, ladder, chance, floor=floor)
+    return Withheld(reason, error, _not_before(floor, jittered(WITHHELD_SECONDS, chance), chance))
+
+
+def _retry(
+    delivery: Delivery, reason: str, error: str, ladder: Ladder, chance: float, *, floor: float = 0.0
+) -> Retry | Failed:
     attempts = delivery.lease.attempts
     if attempts >= ladder.max_attempts:
         return Failed(reason, error)
-    return Retry(reason, error, ladder.backoff(attempts, chance))
+    return Retry(reason, error, _not_before(floor, ladder.backoff(attempts, chance), chance))
 
 
-def _withhold(delivery: Delivery, reason: str, error: str, ladder: Ladder, chance: float) -> Withheld | Retry | Failed:
-    if not delivery.may_give_back:
-        return _retry(delivery, reason, error, ladder, chance)
-    return Withheld(reason, error, jittered(WITHHELD_SECONDS, chance))
+def _not_before(floor: float, delay: float, chance: float) -> float:
+    """At least `floor` seconds, and then not all at that very moment."""
+    return max(delay, floor + floor / 2 * chance)
