@@ -354,7 +354,8 @@ _TIMED_OUT = _Failure(
     mend="see that host and port are right and that security groups and routes let the function through",
     raises=DatabaseGone,
 )
-# In this order: "no pg_hba.conf entry" speaks of SSL too, and a time-out of certificates.
+# In this order: "no pg_hba.conf entry" speaks of SSL too. And of a name's two addresses one often refuses, which must
+# not hide what is wrong with the other.
 _FAILURES = (
     _Failure(
         sign=r"(password|PAM) authentication failed",
@@ -386,6 +387,12 @@ _FAILURES = (
     ),
     _TIMED_OUT,
     _Failure(
+        sign=r"certificate|does not support SSL|SSL error:",
+        what="did not pass the check of its TLS certificate",
+        mend="give the host the name that is in the certificate, and see that its CA is in sslrootcert"
+        " (for RDS: core/certs, whose README says what to do for a region that is not in it)",
+    ),
+    _Failure(
         sign=r"failed to resolve host|could not translate host name",
         what="has a host name that does not resolve",
         mend="mend the name in DATABASE_URL or DB_HOST, or the VPC's DNS",
@@ -402,12 +409,6 @@ _FAILURES = (
         what="cannot be reached from here",
         mend="see that the function is in the database's VPC and has a route",
         raises=DatabaseGone,
-    ),
-    _Failure(
-        sign=r"certificate|does not support SSL|SSL error:",
-        what="did not pass the check of its TLS certificate",
-        mend="give the host the name that is in the certificate, and see that its CA is in sslrootcert"
-        " (for RDS: core/certs, whose README says what to do for a region that is not in it)",
     ),
     _Failure(
         sign=r"",
