@@ -17,6 +17,7 @@ from core.answer import Answer, Unanswered, Unbegun, Unsendable, read
 from core.delivery import Environment, Push
 from core.provider_token import ProviderToken
 from core.request import Request, compose
+from core.settings import BadSettings
 
 CONNECT_SECONDS = 3.0
 ANSWER_SECONDS = 8.0
@@ -180,7 +181,13 @@ def tls(ca_file: str | None) -> ssl.SSLContext:
     """Check certificate and host name on every connection to APNs, always. `ca_file` is one more CA to trust."""
     context = httpx.create_ssl_context()
     if ca_file is not None:
-        context.load_verify_locations(ca_file)
+        try:
+            context.load_verify_locations(ca_file)
+        except OSError as fault:  # ssl.SSLError is one, too
+            raise BadSettings(
+                f"APNS_CA_FILE ({ca_file}) cannot be used: {fault.strerror or fault}; it must be a file of PEM"
+                " certificates, or be left unset"
+            ) from None
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["h2"])
     return context

@@ -142,9 +142,24 @@ class PostgresOutbox:
                         raise
                     outcomes = [plain]
                     continue
-                return [settled for each in outcomes for settled in await self._persist(write, [each], patience)]
+                return await self._persist_one_by_one(write, outcomes, patience)
             else:
                 return [Settled(delivery, outcome, status.get(delivery.id)) for delivery, outcome in outcomes]
+
+    async def _persist_one_by_one(
+        self, write: _Writer, outcomes: list[tuple[Delivery, Outcome]], patience: Callable[[], float]
+    ) -> list[Settled]:
+        """Settle all that can be, before the one that cannot ends the run."""
+        settled: list[Settled] = []
+        refusal: StatementRefused | None = None
+        for each in outcomes:
+            try:
+                settled += await self._persist(write, [each], patience)
+            except StatementRefused as refused:
+                refusal = refused
+        if refusal is not None:
+            raise refusal
+        return settled
 
     async def _write_verdicts(self, outcomes: list[tuple[Delivery, Outcome]], deadline: float) -> dict[int, str]:
         writes = [_Write.of(delivery, outcome) for delivery, outcome in outcomes]
