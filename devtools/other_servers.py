@@ -1,5 +1,5 @@
-"""HTTP/2 servers that nobody here wrote, on loopback and with a certificate made for the occasion: nghttp2's nghttpd
-and nginx, from Debian's packages. What our sender says has to make sense to them, too.
+"""HTTP/2 servers that nobody here wrote, on loopback and with a certificate made for the occasion: nghttp2's nghttpd,
+nginx and Node's http2, from Debian's packages. What our sender says has to make sense to them, too.
 """
 
 import ipaddress
@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 HOST = "127.0.0.1"
-PACKAGES = {"nghttpd": "nghttp2-server", "h2load": "nghttp2-client", "nginx": "nginx-light"}
+PACKAGES = {"nghttpd": "nghttp2-server", "h2load": "nghttp2-client", "nginx": "nginx-light", "node": "nodejs"}
 
 START_SECONDS = 10.0
 LEAVE_SECONDS = 5.0
@@ -67,20 +67,20 @@ def nghttpd(
         devices.mkdir(parents=True)
         for token in tokens:
             (devices / token).touch()
-        key, certificate = _certificate(directory)
+        key, its_certificate = certificate(directory)
         port = _free_port()
         # -W: a window of 1 MiB, so that what bounds 1,000 streams is their number and not the octets of their bodies.
         how = ["-a", HOST, "-d", str(directory / "root"), "-m", str(streams), "-W", "20", *options]
-        command = [*prefix, program("nghttpd"), *how, str(port), str(key), str(certificate)]
+        command = [*prefix, program("nghttpd"), *how, str(port), str(key), str(its_certificate)]
         with _started(command, port, directory / "log"):
-            yield Server(port=port, ca_file=certificate, log=directory / "log")
+            yield Server(port=port, ca_file=its_certificate, log=directory / "log")
 
 
 @contextmanager
-def nginx(*, streams: int) -> Iterator[Server]:
+def nginx(*, streams: int, prefix: Sequence[str] = ()) -> Iterator[Server]:
     """Answer 200 with nothing in it but the apns-id, as APNs does, to whatever comes."""
     with _directory() as directory:
-        key, certificate = _certificate(directory)
+        key, its_certificate = certificate(directory)
         port = _free_port()
         scratch = "".join(
             f"{what}_temp_path {directory}/{what};" for what in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
@@ -94,16 +94,28 @@ def nginx(*, streams: int) -> Iterator[Server]:
                 keepalive_requests 1000000;  # it would say GOAWAY after 1,000
                 server {{
                     listen {HOST}:{port} ssl http2;
-                    ssl_certificate {certificate}; ssl_certificate_key {key};
+                    ssl_certificate {its_certificate}; ssl_certificate_key {key};
                     http2_max_concurrent_streams {streams};
                     location / {{ add_header apns-id $http_apns_id; return 200; }}
                 }}
             }}
             """
         )
-        command = [program("nginx"), "-p", str(directory), "-e", str(directory / "log"), "-c", str(directory / "conf")]
+        how = ["-p", str(directory), "-e", str(directory / "log"), "-c", str(directory / "conf")]
+        command = [*prefix, program("nginx"), *how]
         with _started(command, port, directory / "log"):
-            yield Server(port=port, ca_file=certificate, log=directory / "log")
+            yield Server(port=port, ca_file=its_certificate, log=directory / "log")
+
+
+@contextmanager
+def node(script: Path, *arguments: str) -> Iterator[Server]:
+    """Run a script, given the files of a key and a certificate, a port, and its arguments. It prints to the log."""
+    with _directory() as directory:
+        key, its_certificate = certificate(directory)
+        port = _free_port()
+        command = [program("node"), str(script), str(key), str(its_certificate), str(port), *arguments]
+        with _started(command, port, directory / "log"):
+            yield Server(port=port, ca_file=its_certificate, log=directory / "log")
 
 
 @contextmanager
@@ -147,14 +159,14 @@ def _free_port() -> int:
         return port
 
 
-def _certificate(directory: Path) -> tuple[Path, Path]:
+def certificate(directory: Path) -> tuple[Path, Path]:
     """Make a certificate for 127.0.0.1 that is its own authority, and is trusted by whoever is shown its file."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "A server on this machine")])
     identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     usage = dict.fromkeys(("content_commitment", "key_encipherment", "data_encipherment", "key_agreement"), False)
     usage |= dict.fromkeys(("crl_sign", "encipher_only", "decipher_only"), False)
-    certificate = (
+    made = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
@@ -175,5 +187,5 @@ def _certificate(directory: Path) -> tuple[Path, Path]:
     key_file, certificate_file = directory / "key.pem", directory / "certificate.pem"
     key_file.touch(mode=0o600)
     key_file.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    certificate_file.write_bytes(certificate.public_bytes(Encoding.PEM))
+    certificate_file.write_bytes(made.public_bytes(Encoding.PEM))
     return key_file, certificate_file

@@ -7,9 +7,14 @@ Read drain.py first; it is the specification, in code. Then:
     answer.py           what APNs said, read from a response                 pure
     reasons.py          every reason of APNs, whom it blames, what it means  pure
     verdict.py          what becomes of the delivery                         pure
+    proof.py            what an answer says in the light of the others       pure
+    sending.py          in which order pushes go out                         asyncio
     settling.py         outcomes written down as they come                   asyncio
     outbox.py, sql/     sweep, claim, bind, settle, release, in Postgres     I/O
     apns.py             the conversation with APNs                           I/O
+    transport.py        its connections, behind httpx's interface            I/O
+    http2.py            the protocol on one connection                       pure
+    hpack.py            header blocks, written and read                      pure
     provider_token.py   the signature APNs wants on every push               pure but for the key
     secret.py           the signing key, from Secrets Manager                I/O
     database.py         the connection to Postgres                           I/O

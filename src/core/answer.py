@@ -20,14 +20,16 @@ class Rejected:
     reason: str  # verbatim: one that nobody has seen yet must still reach the row and the log
     dead_since: datetime | None = None  # 410: since when the token is dead, to the millisecond
     floor: float = 0.0  # seconds before which asking again is no use
+    note: str = ""  # what we know beside it, for people
 
 
 @dataclass(frozen=True, slots=True)
 class Unanswered:
-    """No answer came. APNs may or may not have it."""
+    """No answer came."""
 
     reason: str
     error: str
+    maybe_processed: bool = True  # False: APNs surely has nothing of it
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,173 +1,240 @@
-"""The conversation with APNs: a few connections, and on each one push at a time.
-
-One at a time, since httpx's HTTP/2 can wait for ever, past its own time-outs, when APNs lowers its limit of concurrent
-streams below what is in flight. And a deadline of our own round each push, since nothing here may wait without one.
+"""The conversation with APNs: one push, one answer, and what only we can mend on the way: a stale provider token, a key
+that was rotated, a connection in doubt.
 """
 
 import asyncio
 import ssl
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from email.utils import parsedate_to_datetime
 from typing import Protocol
 
 import httpx
 
-from core.answer import Answer, Unanswered, Unbegun, Unsendable, read
+from core.answer import Accepted, Answer, Rejected, Unanswered, Unsendable, read
 from core.delivery import Environment, Push
 from core.provider_token import ProviderToken
-from core.request import Request, compose
+from core.request import Request, compose, topic_of
+from core.secret import SecretFault, SigningKey, Unconfigured
 from core.settings import BadSettings
+from core.transport import NotProcessed, NotSendable, OutcomeUnknown
 
 CONNECT_SECONDS = 3.0
 ANSWER_SECONDS = 8.0
-LANES = 4  # connections an environment: 4 pushes in flight. More gain little, and APNs dislikes many
 LARGEST_BODY = 64 * 1024  # bytes: APNs' answers have some dozens
+GRACE_SECONDS = 0.5  # in which our own transport, which knows more, says first what happened
 CLOSE_SECONDS = 1.0
+SKEW_WORTH_TELLING_SECONDS = 60  # a token lives an hour, so a clock that is wrong by less is not what is wrong
 
 _TIMEOUT = {"connect": CONNECT_SECONDS, "read": ANSWER_SECONDS, "write": ANSWER_SECONDS, "pool": CONNECT_SECONDS}
 
 
-class Stream(Protocol):
-    """The network stream that httpx hands out with a response."""
+class Transport(Protocol):
+    """An httpx transport, that can also be asked whether it is still good."""
 
-    def get_extra_info(self, info: str) -> object: ...
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response: ...
+    async def check(self) -> None: ...
+    async def aclose(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Line:
+    """A transport, and how many pushes are under way on it. One that is retired ends with the last of them."""
+
+    transport: Transport
+    under_way: int = 0
+    retired: bool = False
 
 
 class Apns:
-    """One signing key's connections, kept from one invocation to the next."""
+    """One account's connections, kept from one invocation to the next."""
 
     def __init__(
         self,
         *,
         urls: Mapping[Environment, str],
-        topic: str,
-        token: ProviderToken,
+        key: SigningKey,
+        reread: Callable[[], Awaitable[SigningKey | Unconfigured]],
         now: Callable[[], float],
-        connect: Callable[[], httpx.AsyncBaseTransport],
+        connect: Callable[[], Transport],
     ) -> None:
-        self._urls, self._topic, self._token, self._now = urls, topic, token, now
-        self._lanes = {environment: [_Lane(connect) for _ in range(LANES)] for environment in urls}
+        """`reread` reads the secret anew, whatever is cached; `now` is the wall clock, in epoch seconds."""
+        self._urls = {environment: httpx.URL(url) for environment, url in urls.items()}
+        self._reread, self._now, self._connect = reread, now, connect
+        self._secret = self._key = key  # what the secret holds, and what we sign with: not the same while that is bad
+        self._good: SigningKey | None = None  # what APNs last accepted a push with
+        self._tokens: dict[SigningKey, ProviderToken] = {}
+        self._lines: dict[Environment, _Line] = {}
+        self._turn = asyncio.Lock()
+        self._has_reread = False
 
-    async def push(
-        self,
-        pushes: Sequence[Push],
-        may_begin: Callable[[], Awaitable[bool]],
-        answered: Callable[[Push, Answer], None],
-    ) -> None:
-        """Push all of them. Each gets one answer, as soon as it is there."""
-        queues: dict[Environment, deque[Push]] = {environment: deque() for environment in self._urls}
-        for push in pushes:
-            queues[push.device.environment].append(push)
-
-        async def work(lane: _Lane, queue: deque[Push]) -> None:
-            while queue:
-                push = queue.popleft()
-                answered(push, await self._push(lane, push) if await may_begin() else Unbegun())
-
-        workers = [
-            asyncio.create_task(work(lane, queue))
-            for environment, queue in queues.items()
-            for lane in self._lanes[environment][: len(queue)]
-        ]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+    async def begin(self, key: SigningKey) -> None:
+        """Begin a drain: with the key that the secret holds now, on connections that outlived their being frozen."""
+        self._has_reread = False
+        if key != self._secret:
+            self._secret = key
+            await self._sign_with(key)
+        await asyncio.gather(*(line.transport.check() for line in self._lines.values()))
 
     async def close(self) -> None:
         """Close every connection."""
-        await asyncio.gather(*(lane.close() for lanes in self._lanes.values() for lane in lanes))
+        for environment, line in list(self._lines.items()):
+            await self._retire(environment, line)
 
-    async def _push(self, lane: "_Lane", push: Push) -> Answer:
+    def topic(self, push: Push) -> str:
+        """Give the apns-topic that the push will carry."""
+        return topic_of(push, self._key.topic)
+
+    async def push(self, push: Push) -> Answer:
+        """Push it. Once more if APNs finds fault with our provider token and we can mend it on the spot."""
+        key = self._key
+        bearer, answer, skew = await self._try(push, key)
+        if isinstance(answer, Rejected) and await self._is_mended(answer, key, bearer):
+            key = self._key
+            _, answer, skew = await self._try(push, key)
+        if isinstance(answer, Accepted):
+            self._good = key
+        return self._explained(answer, key, skew)
+
+    async def _try(self, push: Push, key: SigningKey) -> tuple[str, Answer, float | None]:
+        """Push it with this key. Returns the provider token, the answer, and how far our clock is ahead of APNs'."""
+        environment = push.device.environment
         try:
-            match compose(push, self._topic):
+            bearer = self._token(key).bearer(self._now())
+            match compose(push, key.topic):
                 case Unsendable() as unsendable:
-                    return unsendable
+                    return bearer, unsendable, None
                 case Request(path, headers, body):
-                    authorization = ("authorization", self._token.bearer(self._now()))
                     request = httpx.Request(
                         "POST",
-                        self._urls[push.device.environment] + path,
-                        headers=[*headers, authorization],
-                        content=body,
-                        extensions={"timeout": _TIMEOUT},
+                        self._urls[environment],  # parsed once, since a URL a push costs more than the push
+                        headers=[
+                            ("host", self._urls[environment].netloc.decode()),
+                            *headers,
+                            ("authorization", bearer),
+                        ],
+                        stream=httpx.ByteStream(body),
+                        extensions={"target": path.encode("ascii"), "timeout": _TIMEOUT},
                     )
         except Exception as fault:  # noqa: BLE001  one row's fault is that row's alone, whatever it is
             # The kind and not the text, which may quote the token or the payload.
-            return Unsendable("unsendable", f"No request could be made of it ({type(fault).__name__}).")
-        return await lane.push(request)
+            return "", Unsendable("unsendable", f"No request could be made of it ({type(fault).__name__})."), None
+        return bearer, *await self._send(environment, request)
 
+    async def _is_mended(self, answer: Rejected, key: SigningKey, bearer: str) -> bool:
+        """Find another provider token or another key, with which a second try is worth it. One does it for all."""
+        match answer.reason:
+            case "ExpiredProviderToken":
+                token = self._token(key)
+                return key != self._key or token.bearer(self._now()) != bearer or token.replace(self._now())
+            case "InvalidProviderToken":
+                async with self._turn:
+                    return key != self._key or await self._has_another_key()
+            case _:
+                return False
 
-class _Lane:
-    """One connection, opened when it is needed and thrown away on doubt."""
+    async def _has_another_key(self) -> bool:
+        """Read the secret again, since it may have been rotated; else go back to the key that was good until now."""
+        if self._has_reread:
+            return False
+        self._has_reread = True
+        with suppress(SecretFault):
+            found = await self._reread()
+            if isinstance(found, SigningKey) and found != self._key:
+                self._secret = found
+                await self._sign_with(found)
+                return True
+        if self._good is not None and self._good != self._key:
+            await self._sign_with(self._good)
+            return True
+        return False
 
-    def __init__(self, connect: Callable[[], httpx.AsyncBaseTransport]) -> None:
-        self._connect = connect
-        self._transport: httpx.AsyncBaseTransport | None = None
-        self._stream: Stream | None = None  # of the last response: tells whether the connection is still good
+    async def _sign_with(self, key: SigningKey) -> None:
+        self._key = key
+        for environment in list(self._lines):  # a connection belongs to the team that first pushed on it
+            await self._renew(environment)
 
-    async def push(self, request: httpx.Request) -> Answer:
-        if self._transport is not None and self._is_stale():
-            await self.close()
-        reused = self._transport is not None
-        try:
-            return await self._try(request)
-        except httpx.WriteError:
-            if not reused:
-                return _lost()
-        # A connection from an earlier invocation took nothing any more, so APNs has nothing of this push.
-        try:
-            return await self._try(request)
-        except httpx.WriteError:
-            return _lost()
+    def _token(self, key: SigningKey) -> ProviderToken:
+        if key not in self._tokens:
+            self._tokens[key] = ProviderToken(key)
+        return self._tokens[key]
 
-    async def _try(self, request: httpx.Request) -> Answer:
-        if self._transport is None:
-            self._transport = self._connect()
+    def _explained(self, answer: Answer, key: SigningKey, skew: float | None) -> Answer:
+        """Add what we know: when another token may be minted, and whether our clock is wrong."""
+        if not isinstance(answer, Rejected):
+            return answer
+        match answer.reason:
+            case "TooManyProviderTokenUpdates":
+                return replace(answer, floor=max(answer.floor, self._token(key).replaceable_in(self._now())))
+            case "ExpiredProviderToken" | "InvalidProviderToken" if (
+                skew is not None and abs(skew) > SKEW_WORTH_TELLING_SECONDS
+            ):
+                return replace(
+                    answer,
+                    note=f"Our clock is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} APNs': mend it.",
+                )
+            case _:
+                return answer
+
+    async def _send(self, environment: Environment, request: httpx.Request) -> tuple[Answer, float | None]:
+        line = self._lines.get(environment)
+        if line is None:
+            line = self._lines[environment] = _Line(self._connect())
+        line.under_way += 1
         good = False
         try:
-            async with asyncio.timeout(CONNECT_SECONDS + ANSWER_SECONDS):
-                response = await self._transport.handle_async_request(request)
+            async with asyncio.timeout(CONNECT_SECONDS + ANSWER_SECONDS + GRACE_SECONDS):
+                response = await line.transport.handle_async_request(request)
                 try:
-                    body = await _read(response)
+                    body = await _body(response)
                 finally:
                     await response.aclose()
-                self._stream = response.extensions.get("network_stream")
-            # After a 500 that follows a new provider token a connection was seen to stay broken.
-            good = response.status_code < 500
-            return read(response.status_code, body)
-        except (httpx.ConnectError, httpx.ConnectTimeout):
-            return Unanswered("connection_failed", "No connection to APNs could be made.")
+            answer = _answer(response, body)
+            good = not _spoils(answer)
+            return answer, _skew(response, self._now())
+        except NotSendable as fault:
+            good = True
+            return Unsendable(fault.reason, str(fault)), None
+        except NotProcessed as fault:
+            return Unanswered(fault.reason, str(fault), maybe_processed=False), None
+        except OutcomeUnknown as fault:
+            return Unanswered(fault.reason, str(fault)), None
+        # What other transports raise. Their words may quote the URL, and with it the device token.
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout):
+            return Unanswered("connection_failed", "No connection to APNs could be made.", maybe_processed=False), None
         except (httpx.TimeoutException, TimeoutError):
-            return Unanswered("timeout", f"APNs did not answer within {ANSWER_SECONDS:g} s; it may have the push.")
-        except httpx.WriteError:
-            raise
+            error = f"APNs did not answer within {ANSWER_SECONDS:g} s; it may have the push."
+            return Unanswered("timeout", error), None
         except Exception:  # noqa: BLE001  whatever breaks in a connection, this push has its answer and others go on
-            return _lost()
+            return Unanswered("connection_lost", "The connection to APNs was lost; it may have the push."), None
         finally:
+            line.under_way -= 1
             if not good:
-                await self.close()
+                await self._retire(environment, line)
+            elif line.retired and not line.under_way:
+                await _close(line.transport)
 
-    def _is_stale(self) -> bool:
-        """Whether something waits to be read on an idle connection: its end, or the word that it is to end."""
-        return self._stream is None or bool(self._stream.get_extra_info("is_readable"))
+    async def _renew(self, environment: Environment) -> None:
+        if line := self._lines.get(environment):
+            await self._retire(environment, line)
 
-    async def close(self) -> None:
-        transport, self._transport, self._stream = self._transport, None, None
-        if transport is not None:
-            with suppress(Exception):
-                async with asyncio.timeout(CLOSE_SECONDS):
-                    await transport.aclose()
-
-
-def _lost() -> Unanswered:
-    return Unanswered("connection_lost", "The connection to APNs was lost; it may have the push.")
+    async def _retire(self, environment: Environment, line: _Line) -> None:
+        """Begin nothing more on it. What is under way there may still be answered."""
+        line.retired = True
+        if self._lines.get(environment) is line:
+            del self._lines[environment]
+        if not line.under_way:
+            await _close(line.transport)
 
 
-async def _read(response: httpx.Response) -> bytes:
+async def _close(transport: Transport) -> None:
+    with suppress(Exception):
+        async with asyncio.timeout(CLOSE_SECONDS):
+            await transport.aclose()
+
+
+async def _body(response: httpx.Response) -> bytes:
     body = b""
     assert isinstance(response.stream, httpx.AsyncByteStream)  # noqa: S101  what an async transport returns
     async for chunk in response.stream:
@@ -175,6 +242,42 @@ async def _read(response: httpx.Response) -> bytes:
         if len(body) > LARGEST_BODY:
             break
     return body
+
+
+_SPOILING = {"ExpiredProviderToken", "TooManyProviderTokenUpdates", "UnrelatedKeyIdInToken", "IdleTimeout"}
+
+
+def _spoils(answer: Answer) -> bool:
+    """Whether the connection is of no more use.
+
+    After a 500, and after a provider token has expired, connections were seen to refuse whatever came next; and which
+    topics a key may push to is settled when the connection is made.
+    """
+    return isinstance(answer, Rejected) and (
+        answer.status >= 500
+        or answer.reason
+        in {"ExpiredProviderToken", "TooManyProviderTokenUpdates", "UnrelatedKeyIdInToken", "IdleTimeout"}
+    )
+
+
+def _answer(response: httpx.Response, body: bytes) -> Answer:
+    answer = read(response.status_code, body)
+    if isinstance(answer, Rejected) and (floor := _retry_after(response)):
+        return replace(answer, floor=floor)
+    return answer
+
+
+def _retry_after(response: httpx.Response) -> float:
+    """Apple documents no Retry-After. Should one come, it is taken at its word, up to a day."""
+    said = response.headers.get("retry-after", "")
+    return min(float(said), 86_400.0) if said.isascii() and said.isdigit() and len(said) < 10 else 0.0
+
+
+def _skew(response: httpx.Response, now: float) -> float | None:
+    try:
+        return now - parsedate_to_datetime(response.headers["date"]).timestamp()
+    except (KeyError, ValueError):
+        return None
 
 
 def tls(ca_file: str | None) -> ssl.SSLContext:
@@ -191,14 +294,3 @@ def tls(ca_file: str | None) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["h2"])
     return context
-
-
-def transport(context: ssl.SSLContext) -> httpx.AsyncHTTPTransport:
-    """One HTTP/2 connection. Without an expiry, since the next use is 30 s away and we look before we use it."""
-    return httpx.AsyncHTTPTransport(
-        verify=context,
-        http1=False,
-        http2=True,
-        limits=httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=None),
-        trust_env=False,
-    )

@@ -4,8 +4,9 @@
     2. Claim a batch of what is due. No other drain can take it until the lease expires; if we die, it expires by
        itself and the rows are due again.
     3. Bind each delivery to its user's devices. One with no device is skipped.
-    4. Push, as long as time and lease allow; what was not begun is released.
-    5. Judge each answer, and settle it while the others are still in flight.
+    4. Push, as long as time and lease allow; what was not begun is released. One alone first, until APNs has proven to
+       work and to hear us: an outage or a bad key costs a push or two, and no row its attempts.
+    5. Judge each answer in that light, and settle it while the others are still in flight.
     6. After the batch, a suspect: a delivery whose drain died is claimed, pushed and settled alone, so that if it was
        the cause it takes nobody along.
     7. Again from 2, until nothing is due, enough was pushed or time is short; then the remaining suspects.
@@ -15,12 +16,14 @@ At least once is what we promise: a crash between an answer and its settling sen
 What becomes of one delivery is an Outcome, and the run goes on. What ends the run is an exception.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, assert_never
 
-from core.answer import Answer, Unbegun, Unsendable
-from core.delivery import Delivery, Push
+from core.answer import Answer, Unsendable
+from core.delivery import Delivery, Environment, Push
+from core.proof import Decided, Fault, Proof
+from core.sending import send
 from core.settling import Settling
 from core.verdict import (
     Failed,
@@ -33,7 +36,6 @@ from core.verdict import (
     Skip,
     Skipped,
     Withheld,
-    judge,
 )
 
 PUSH_SECONDS = 3 + 8  # the longest that a push may take: to connect, and to be answered
@@ -65,20 +67,17 @@ class Outbox(Protocol):
     async def claim(self) -> Sequence[Delivery]: ...
     async def claim_suspect(self) -> Sequence[Delivery]: ...
     async def bind(self, deliveries: Sequence[Delivery]) -> Sequence[Push]: ...
+    async def accepted_lately(self) -> Collection[Environment]: ...
     async def settle(
         self, outcomes: Sequence[tuple[Delivery, Outcome]], patience: Callable[[], float]
     ) -> Sequence[Settled]: ...
 
 
 class Gateway(Protocol):
-    """APNs. Each push gets exactly one answer, in any order; before each one it asks whether it may begin."""
+    """APNs. Each push gets exactly one answer, or none within a deadline of its own, which is an answer too."""
 
-    async def push(
-        self,
-        pushes: Sequence[Push],
-        may_begin: Callable[[], Awaitable[bool]],
-        answered: Callable[[Push, Answer], None],
-    ) -> None: ...
+    def topic(self, push: Push) -> str: ...
+    async def push(self, push: Push) -> Answer: ...
 
 
 class Clock(Protocol):
@@ -89,9 +88,11 @@ class Clock(Protocol):
 
 
 class Witness(Protocol):
-    """Is told what became of each row, to log it."""
+    """Is told what happens, to log it."""
 
     def swept(self, swept: Swept) -> None: ...
+    def answered(self, push: Push, answer: Answer) -> None: ...
+    def withheld(self, fault: Fault) -> None: ...
     def settled(self, settled: Settled) -> None: ...
 
 
@@ -158,6 +159,10 @@ class Drain:
     dice: Callable[[], float]
     witness: Witness
     tally: Tally = field(default_factory=Tally)
+    proof: Proof = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.proof = Proof(self.ladder, self.dice, self.witness.withheld)
 
     async def run(self) -> Tally:
         """Do it. What ends it early is the database's exception; what was settled until then stays settled."""
@@ -203,13 +208,22 @@ class Drain:
                 lease_left = began + self.pace.lease_seconds - self.clock.elapsed()
                 return self._has_time() and lease_left >= PUSH_SECONDS + LEASE_MARGIN_SECONDS
 
-            def answered(push: Push, answer: Answer) -> None:
-                if not isinstance(answer, Unbegun | Unsendable):
-                    self.tally.pushed += 1
-                settling.put((push.delivery, judge(push, answer, self.ladder, self.dice())))
+            def decided(outcomes: Decided) -> None:
+                for push, outcome in outcomes:
+                    settling.put((push.delivery, outcome))
 
-            await self.gateway.push(pushes, may_begin, answered)
+            topics = [(push, self.gateway.topic(push)) for push in pushes]
+            await send(topics, self.proof, push_one=self._push, may_begin=may_begin, decided=decided)
+            decided(self.proof.close(await self.outbox.accepted_lately() if self.proof.undecided else ()))
         return len(deliveries)
+
+    async def _push(self, push: Push) -> Answer:
+        assert self.gateway is not None  # noqa: S101  else nothing is pushed
+        answer = await self.gateway.push(push)
+        if not isinstance(answer, Unsendable):
+            self.tally.pushed += 1
+        self.witness.answered(push, answer)
+        return answer
 
     async def _settle(self, outcomes: list[tuple[Delivery, Outcome]]) -> None:
         for settled in await self.outbox.settle(outcomes, patience=lambda: self.clock.left() - CLOSING_SECONDS / 2):

@@ -14,6 +14,7 @@ from core.verdict import Failed, InvalidToken, Outcome, Released, Retry, Sent, S
 LONGEST_ERROR = 500  # characters: the column's own CHECK
 SWEEP_LIMIT = 500  # rows: a drain leases at most a few dozen, so even ten crashed ones are swept at once
 BACKLOG_LIMIT = 100_000  # rows counted of each index: 10 ms of reading. Past that the exact number changes nothing
+LATELY_SECONDS = 600  # long enough that a quiet outbox has pushed something, and short for an outage to go unnoticed
 SETTLE_SECONDS = 10.0  # of patience with one statement, like every other
 AGAIN_SECONDS = 0.1  # before a settle that failed is tried again; a server that restarts is away for about a second
 
@@ -35,6 +36,7 @@ BIND = _statement("bind")
 SETTLE = _statement("settle")
 RELEASE = _statement("release")
 BACKLOG = _statement("backlog")
+ACCEPTED_LATELY = _statement("accepted_lately")
 
 
 type _Writer = Callable[[list[tuple[Delivery, Outcome]], float], Awaitable[dict[int, str]]]
@@ -107,6 +109,11 @@ class PostgresOutbox:
             for row in rows
         ]
         return sorted(pushes, key=lambda push: (push.delivery.due_at, push.delivery.id))
+
+    async def accepted_lately(self) -> set[Environment]:
+        """Environments that accepted a push of any drain's in the last ten minutes."""
+        rows = await self.database.fetch(ACCEPTED_LATELY, {"seconds": LATELY_SECONDS})
+        return {Environment(row["environment"]) for row in rows}
 
     async def settle(
         self, outcomes: Sequence[tuple[Delivery, Outcome]], patience: Callable[[], float]

@@ -15,6 +15,7 @@ from core.secret import SigningKey, load_p256
 # ten minutes of a half hour only to this one.
 BUCKET_SECONDS = 30 * 60
 RENEW_SECONDS = 50 * 60
+REPLACEABLE_SECONDS = 20 * 60
 
 
 class ProviderToken:
@@ -33,6 +34,17 @@ class ProviderToken:
         if self.issued_at is None or not 0 <= now - self.issued_at < RENEW_SECONDS:
             self._mint(now, issued_at=int(now // BUCKET_SECONDS) * BUCKET_SECONDS)
         return self._bearer
+
+    def replace(self, now: float) -> bool:
+        """Mint a fresh one, dated now, since APNs calls ours expired. False: ours is too young to be replaced."""
+        if self.minted_at is None or now - self.minted_at < REPLACEABLE_SECONDS:
+            return False
+        self._mint(now, issued_at=int(now))
+        return True
+
+    def replaceable_in(self, now: float) -> float:
+        """Seconds until another one may be minted."""
+        return max(self.minted_at + REPLACEABLE_SECONDS - now, 0.0) if self.minted_at is not None else 0.0
 
     def _mint(self, now: float, issued_at: int) -> None:
         token = jwt.encode(

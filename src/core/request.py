@@ -46,7 +46,7 @@ def compose(push: Push, key_topic: str) -> Request | Unsendable:
     priority = 5 if delivery.push_type == "background" else delivery.priority or 10  # anything but 5 is an error there
     apns_id = str(delivery.apns_id)
     headers = [
-        ("apns-topic", (device.topic or key_topic) + TOPIC_SUFFIX.get(delivery.push_type, "")),
+        ("apns-topic", topic_of(push, key_topic)),
         ("apns-push-type", delivery.push_type),
         ("apns-priority", str(priority)),
         ("apns-id", apns_id),
@@ -56,6 +56,11 @@ def compose(push: Push, key_topic: str) -> Request | Unsendable:
     if delivery.expires_at is not None:
         headers.append(("apns-expiration", str(max(delivery.expires_at, 0))))
     return Request(f"/3/device/{device.token}", tuple(headers), body)
+
+
+def topic_of(push: Push, key_topic: str) -> str:
+    """Give the apns-topic: the device's bundle id, else the key's, with what its push type appends."""
+    return (push.device.topic or key_topic) + TOPIC_SUFFIX.get(push.delivery.push_type, "")
 
 
 def compact(payload: bytes) -> bytes:

@@ -43,7 +43,7 @@ type Fetch = Callable[[str], Awaitable[str]]
 
 
 class CachedSecret:
-    """The secret as it was read at most five minutes ago.
+    """The secret as it was read at most five minutes ago; or, while it cannot be read, the last key that it held.
 
     The clock is the wall's: the monotonic one may stand still while Lambda has us frozen.
     """
@@ -51,21 +51,33 @@ class CachedSecret:
     def __init__(self, secret_id: str | None, fetch: Fetch, clock: Callable[[], float]) -> None:
         self._secret_id, self._fetch, self._clock = secret_id, fetch, clock
         self._last: tuple[float, SigningKey] | None = None
+        self.fault: SecretFault | None = None  # why the key that `get` gave is not fresh
 
     async def get(self) -> SigningKey | Unconfigured:
-        if self._secret_id is None:
-            return Unconfigured("APNS_SECRET_ID is not set")
-        # Before the call, since the value may be as old as that.
         now = self._clock()
         if self._last is not None:
             read_at, key = self._last
             # Not below zero either: a wall clock that was put back must not keep the key for longer.
             if 0 <= now - read_at < KEEP_SECONDS:
                 return key
+        try:
+            return await self.reread()
+        except SecretFault as fault:
+            # A key that was good until now is not made bad by a throttled call, or by a slip in the new one.
+            if self._last is None:
+                raise
+            self.fault = fault
+            return self._last[1]
+
+    async def reread(self) -> SigningKey | Unconfigured:
+        """Read it again, however fresh the last reading is: APNs may know better."""
+        if self._secret_id is None:
+            return Unconfigured("APNS_SECRET_ID is not set")
+        now = self._clock()  # before the call, since the value may be as old as that
         found = await read(self._secret_id, self._fetch)
         # "Unconfigured" is not kept: it makes rows skipped for good, and whoever has just filled the secret in
         # expects the next notification to arrive.
-        self._last = (now, found) if isinstance(found, SigningKey) else None
+        self._last, self.fault = (now, found) if isinstance(found, SigningKey) else None, None
         return found
 
 

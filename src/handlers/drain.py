@@ -5,26 +5,30 @@ import logging
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from aws_lambda_powertools import Logger, Metrics
-from aws_lambda_powertools.metrics import MetricUnit
+from aws_lambda_powertools.metrics import MetricUnit, single_metric
 
-from core.apns import Apns, tls, transport
+from core.answer import Answer, Unanswered
+from core.apns import Apns, tls
 from core.database import Database
-from core.delivery import Environment
-from core.drain import CLOSING_SECONDS, Clock, Drain, Pace, Settled, Swept, Tally
+from core.delivery import Environment, Push
+from core.drain import CLOSING_SECONDS, PUSH_SECONDS, Clock, Drain, Pace, Settled, Swept, Tally
 from core.outbox import Backlog, PostgresOutbox
-from core.provider_token import ProviderToken
+from core.proof import Fault
 from core.schema import require_version
 from core.secret import CachedSecret, SigningKey, Unconfigured, secrets_manager
 from core.settings import Settings, check_lease
+from core.transport import ApnsTransport
 from core.verdict import Failed, Ladder
 
-logger = Logger(service="apns-outbox")
-metrics = Metrics(namespace="ApnsOutbox", service="apns-outbox")
+SERVICE, NAMESPACE = "apns-outbox", "ApnsOutbox"
+logger = Logger(service=SERVICE)
+metrics = Metrics(namespace=NAMESPACE, service=SERVICE)
 
 # They log device tokens (in URLs and headers) and credentials at DEBUG. No log level of ours may open that door.
 for _talkative in ("httpx", "httpcore", "hpack", "h2", "hyperframe", "botocore", "boto3", "urllib3", "psycopg"):
@@ -49,7 +53,34 @@ class _InvocationClock:
 
 
 class _LogWitness:
-    """One line for each delivery that failed or whose lease was lost. Ids only: no token, no payload."""
+    """One line for each delivery that failed or whose lease was lost, and for each group that is withheld.
+
+    Ids only: no token, no payload.
+    """
+
+    def __init__(self) -> None:
+        self.possible_duplicates = 0
+        self.faults: list[Fault] = []
+
+    def answered(self, push: Push, answer: Answer) -> None:
+        if isinstance(answer, Unanswered) and answer.maybe_processed:
+            self.possible_duplicates += 1
+            logger.warning(
+                "outcome unknown: if APNs has it, the next attempt will be a duplicate with the same apns-id",
+                extra={"delivery_id": push.delivery.id, "apns_id": str(push.delivery.apns_id), "reason": answer.reason},
+            )
+
+    def withheld(self, fault: Fault) -> None:
+        self.faults.append(fault)
+        logger.error(
+            "withheld: nothing more is pushed to this group in this drain, and no attempt is spent",
+            extra={
+                "environment": fault.environment,
+                "topic": fault.topic or "all",
+                "reason": fault.reason,
+                "error": fault.error,
+            },
+        )
 
     def swept(self, swept: Swept) -> None:
         logger.error(
@@ -72,6 +103,13 @@ class _LogWitness:
             logger.error("delivery failed", extra=about | said)
 
 
+@dataclass(frozen=True, slots=True)
+class _Drained:
+    tally: Tally
+    backlog: Backlog
+    witness: _LogWitness
+
+
 class _Warm:
     """What is kept from one invocation to the next: an event loop, the connections, the key."""
 
@@ -80,11 +118,11 @@ class _Warm:
         self.runner = asyncio.Runner()
         self._database = Database(settings.database)
         self._secret = CachedSecret(settings.apns_secret_id, secrets_manager(), time.time)
-        self._apns: tuple[SigningKey, Apns] | None = None
+        self._apns: Apns | None = None
         self._schema_checked = False
 
-    async def drain(self, context: LambdaContext) -> tuple[Tally, Backlog]:
-        """One drain, with a deadline round all of it: what it has not settled by then, its lease gives back."""
+    async def drain(self, context: LambdaContext) -> _Drained:
+        """Drain once, with a deadline round all of it: what is not settled by then, its lease gives back."""
         clock = _InvocationClock(context)
         try:
             async with asyncio.timeout(max(clock.left() - CLOSING_SECONDS / 2, 0)):
@@ -95,9 +133,14 @@ class _Warm:
                 " held is due again when its lease ends. If it stays so, raise the function's timeout"
             ) from None
 
-    async def _drain(self, clock: Clock) -> tuple[Tally, Backlog]:
+    async def _drain(self, clock: Clock) -> _Drained:
         # Before anything is claimed: a key that cannot be read, or a database that cannot be used, changes no row.
         key = await self._secret.get()
+        if self._secret.fault is not None:
+            logger.warning(
+                "the signing key's secret cannot be read; the last good key is used",
+                extra={"error": str(self._secret.fault)},
+            )
         await self._database.ready()
         if not self._schema_checked:
             await require_version(self._database)
@@ -111,6 +154,7 @@ class _Warm:
             give_back_hours=self.settings.give_back_hours,
         )
         backlog = await outbox.backlog()
+        witness = _LogWitness()
         tally = await Drain(
             outbox=outbox,
             gateway=gateway,
@@ -126,39 +170,32 @@ class _Warm:
                 cap=self.settings.backoff_cap_seconds,
             ),
             dice=random.random,
-            witness=_LogWitness(),
+            witness=witness,
         ).run()
-        return tally, backlog
+        return _Drained(tally, backlog, witness)
 
     async def _gateway(self, key: SigningKey | Unconfigured) -> Apns | None:
-        if self._apns is not None and self._apns[0] != key:
-            _, apns = self._apns
-            self._apns = None
-            await apns.close()
         if isinstance(key, Unconfigured):
             logger.warning("APNs is not configured: what is due is skipped, for good", extra={"why": key.why})
             return None
         if self._apns is None:
             context = tls(self.settings.apns_ca_file)
-            urls = {
-                Environment.PRODUCTION: self.settings.apns_production_url,
-                Environment.SANDBOX: self.settings.apns_sandbox_url,
-            }
-            self._apns = (
-                key,
-                Apns(
-                    urls=urls,
-                    topic=key.topic,
-                    token=ProviderToken(key),
-                    now=time.time,
-                    connect=lambda: transport(context),
-                ),
+            self._apns = Apns(
+                urls={
+                    Environment.PRODUCTION: self.settings.apns_production_url,
+                    Environment.SANDBOX: self.settings.apns_sandbox_url,
+                },
+                key=key,
+                reread=self._secret.reread,
+                now=time.time,
+                connect=lambda: ApnsTransport(ssl_context=context),
             )
-        return self._apns[1]
+        await self._apns.begin(key)
+        return self._apns
 
     async def close(self) -> None:
         if self._apns is not None:
-            await self._apns[1].close()
+            await self._apns.close()
         await self._database.close()
 
 
@@ -171,18 +208,23 @@ def handler(event: object, context: LambdaContext) -> dict[str, int]:
     began = time.monotonic()
     settings = Settings.from_env(os.environ)
     check_lease(settings.lease_seconds, context.get_remaining_time_in_millis() / 1000)
+    if context.get_remaining_time_in_millis() / 1000 < PUSH_SECONDS + CLOSING_SECONDS:
+        logger.warning(
+            "too little time to push anything: nothing is claimed; raise the function's timeout",
+            extra={"left_ms": context.get_remaining_time_in_millis(), "needed_s": PUSH_SECONDS + CLOSING_SECONDS},
+        )
     if _warm is not None and _warm.settings != settings:
         let_go()
     if _warm is None:
         _warm = _Warm(settings)
     try:
-        tally, backlog = _warm.runner.run(_warm.drain(context))
+        drained = _warm.runner.run(_warm.drain(context))
     except Exception as fault:
         # Without the traceback, which Lambda prints as well: this line is for people, and for a filter on its kind.
         logger.error("drain ended early", extra={"fault": type(fault).__name__, "error": str(fault)})  # noqa: TRY400
         raise
-    _report(event, context, tally, backlog, time.monotonic() - began)
-    return asdict(tally)
+    _report(event, context, drained, time.monotonic() - began)
+    return asdict(drained.tally)
 
 
 def let_go() -> None:
@@ -194,7 +236,8 @@ def let_go() -> None:
         _warm = None
 
 
-def _report(event: object, context: LambdaContext, tally: Tally, backlog: Backlog, seconds: float) -> None:
+def _report(event: object, context: LambdaContext, drained: _Drained, seconds: float) -> None:
+    tally, backlog = drained.tally, drained.backlog
     logger.info(
         "drained",
         extra={
@@ -210,7 +253,19 @@ def _report(event: object, context: LambdaContext, tally: Tally, backlog: Backlo
         metrics.add_metric(name="".join(map(str.title, name.split("_"))), unit=MetricUnit.Count, value=value)
     metrics.add_metric(name="DueBacklog", unit=MetricUnit.Count, value=backlog.due)
     metrics.add_metric(name="OldestDueAgeSeconds", unit=MetricUnit.Seconds, value=backlog.oldest_age_seconds)
+    metrics.add_metric(name="PossibleDuplicate", unit=MetricUnit.Count, value=drained.witness.possible_duplicates)
+    # With no dimension it is what the alarm watches; the reasons, a metric each, are for those who look why.
+    metrics.add_metric(name="ProviderFault", unit=MetricUnit.Count, value=len(drained.witness.faults))
     metrics.flush_metrics()
+    for reason, count in Counter(fault.reason for fault in drained.witness.faults).items():
+        with single_metric(
+            namespace=NAMESPACE,
+            name="ProviderFault",
+            unit=MetricUnit.Count,
+            value=count,
+            default_dimensions={"service": SERVICE},
+        ) as metric:
+            metric.add_dimension(name="reason", value=reason)
 
 
 def _tick(event: object) -> str:
