@@ -7,6 +7,7 @@ import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Protocol
 
@@ -22,6 +23,7 @@ from core.transport import NotProcessed, NotSendable, OutcomeUnknown
 
 CONNECT_SECONDS = 3.0
 ANSWER_SECONDS = 8.0
+LONGEST_FLOOR = 86_400.0  # seconds: whatever APNs asks for, look again tomorrow
 LARGEST_BODY = 64 * 1024  # bytes: APNs' answers have some dozens
 GRACE_SECONDS = 0.5  # in which our own transport, which knows more, says first what happened
 CLOSE_SECONDS = 1.0
@@ -87,17 +89,21 @@ class Apns:
         return topic_of(push, self._key.topic)
 
     async def push(self, push: Push) -> Answer:
-        """Push it. Once more if APNs finds fault with our provider token and we can mend it on the spot."""
+        """Push it. Once more if APNs finds fault with our provider token and we can mend it on the spot.
+
+        All of it takes no longer than one push may: `CONNECT_SECONDS` and `ANSWER_SECONDS`.
+        """
+        end_by = asyncio.get_running_loop().time() + CONNECT_SECONDS + ANSWER_SECONDS
         key = self._key
-        bearer, answer, skew = await self._try(push, key)
+        bearer, answer, skew = await self._try(push, key, end_by)
         if isinstance(answer, Rejected) and await self._is_mended(answer, key, bearer):
             key = self._key
-            _, answer, skew = await self._try(push, key)
+            _, answer, skew = await self._try(push, key, end_by)
         if isinstance(answer, Accepted):
             self._good = key
         return self._explained(answer, key, skew)
 
-    async def _try(self, push: Push, key: SigningKey) -> tuple[str, Answer, float | None]:
+    async def _try(self, push: Push, key: SigningKey, end_by: float) -> tuple[str, Answer, float | None]:
         """Push it with this key. Returns the provider token, the answer, and how far our clock is ahead of APNs'."""
         environment = push.device.environment
         try:
@@ -120,7 +126,7 @@ class Apns:
         except Exception as fault:  # noqa: BLE001  one row's fault is that row's alone, whatever it is
             # The kind and not the text, which may quote the token or the payload.
             return "", Unsendable("unsendable", f"No request could be made of it ({type(fault).__name__})."), None
-        return bearer, *await self._send(environment, request)
+        return bearer, *await self._send(environment, request, end_by)
 
     async def _is_mended(self, answer: Rejected, key: SigningKey, bearer: str) -> bool:
         """Find another provider token or another key, with which a second try is worth it. One does it for all."""
@@ -177,14 +183,16 @@ class Apns:
             case _:
                 return answer
 
-    async def _send(self, environment: Environment, request: httpx.Request) -> tuple[Answer, float | None]:
+    async def _send(
+        self, environment: Environment, request: httpx.Request, end_by: float
+    ) -> tuple[Answer, float | None]:
         line = self._lines.get(environment)
         if line is None:
             line = self._lines[environment] = _Line(self._connect())
         line.under_way += 1
         good = False
         try:
-            async with asyncio.timeout(CONNECT_SECONDS + ANSWER_SECONDS + GRACE_SECONDS):
+            async with asyncio.timeout_at(end_by + GRACE_SECONDS):
                 response = await line.transport.handle_async_request(request)
                 try:
                     body = await _body(response)
@@ -270,14 +278,26 @@ def _answer(response: httpx.Response, body: bytes) -> Answer:
 def _retry_after(response: httpx.Response) -> float:
     """Apple documents no Retry-After. Should one come, it is taken at its word, up to a day."""
     said = response.headers.get("retry-after", "")
-    return min(float(said), 86_400.0) if said.isascii() and said.isdigit() and len(said) < 10 else 0.0
+    if said.isascii() and said.isdigit() and len(said) < 10:
+        return min(float(said), LONGEST_FLOOR)
+    with suppress(
+        KeyError, ValueError
+    ):  # the other form: a date, to be read by the clock that APNs dates its answer by
+        return min(max((parsedate_to_datetime(said) - _date(response)).total_seconds(), 0.0), LONGEST_FLOOR)
+    return 0.0
 
 
 def _skew(response: httpx.Response, now: float) -> float | None:
     try:
-        return now - parsedate_to_datetime(response.headers["date"]).timestamp()
+        return now - _date(response).timestamp()
     except (KeyError, ValueError):
         return None
+
+
+def _date(response: httpx.Response) -> datetime:
+    """Read the response's date. KeyError or ValueError if it has none."""
+    date = parsedate_to_datetime(response.headers["date"])
+    return date if date.tzinfo else date.replace(tzinfo=UTC)
 
 
 def tls(ca_file: str | None) -> ssl.SSLContext:

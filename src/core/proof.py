@@ -246,7 +246,7 @@ class Proof:
         if fault := environment.fault or topic.fault:
             return self._withhold(said.push, answer.reason, _words(answer), max(_floor(answer), fault.floor))
         if answer.reason in environment.our_bugs:
-            return self._withhold(said.push, answer.reason, _words(answer))
+            return self._withhold(said.push, answer.reason, _words(answer), _floor(answer))
         return None
 
     def _last_word(self, said: _Doubtful, accepted_lately: Collection[Environment]) -> Outcome:

@@ -1,5 +1,5 @@
 """In which order the pushes of a batch go out: one alone until it has proven its environment and its topic, then the
-rest at once; of those that may go, the one that has been due the longest.
+rest at once; of those that may go, the one that has been due longest.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ async def _send(
     answers: asyncio.Queue[asyncio.Task[Answer]] = asyncio.Queue()
 
     def next_topic() -> str | None:
-        """Whose first push may go now: of those that need not wait for an answer, the one that is due the longest."""
+        """Give the topic whose push goes next: of those that need not wait, the one that has been due longest."""
         if len(under_way) >= (IN_FLIGHT if proof.is_proven(environment) else 1):
             return None
         free = (topic for topic in waiting if not of_topic[topic] or proof.is_open(environment, topic))

@@ -42,7 +42,9 @@ OLDEST_SECONDS = 3600.0  # then a new one, since DNS may by now point away from 
 IDLEST_SECONDS = 300.0  # AWS's NAT gateways forget a connection after 350 s, and then answer with a reset
 FRUITLESS = 3  # connections in a row that ended before they gave one answer, and we stop: APNs takes it for an attack
 HAPPY_EYEBALLS_SECONDS = 0.25  # RFC 8305, section 8: the head start of one address before the next is tried as well
-MOST_UNSENT = 8 << 20  # octets: all streams' requests are less. More is a server that asks and does not listen
+# Octets. Nothing begins while APNs takes nothing, so what there is beyond all streams' requests are answers to a server
+# that asks and does not listen.
+MOST_UNSENT = 8 << 20
 _SWEEP_SECONDS = 0.01  # deadlines that lie closer together are one piece of work
 _LONGEST_REASON = 100
 
@@ -485,18 +487,18 @@ class _Link(asyncio.Protocol):
     def lose(self, error: httpx.TransportError, *, politely: bool = True) -> None:
         """End it now. What was written to it gets the error, and the rest another connection."""
         self._retire()
-        self._fail_all(error)
-        if politely:
+        unwritten = self._fail_all(error)
+        if politely and not unwritten:
             self._close()
         else:
-            self._transport.abort()
+            self._transport.abort()  # without the requests that go elsewhere now
 
     def _retire(self) -> None:
         if not self.retired and self.engine.last_stream_id > 0 and not self.answers:
             self._owner.fruitless()
         self.retired = True
 
-    def _fail_all(self, error: httpx.TransportError) -> None:
+    def _fail_all(self, error: httpx.TransportError) -> bool:
         unwritten = []
         for stream_id, push in self.pushes.items():
             if stream_id > self._written:
@@ -506,6 +508,7 @@ class _Link(asyncio.Protocol):
                 push.settle(self.engine.drop(stream_id).so_far, type(error)(str(error)))
         self.pushes.clear()
         self._owner.again(unwritten)
+        return bool(unwritten)
 
     def _after_work(self) -> None:
         if self.retired and not self.pushes:
@@ -529,19 +532,17 @@ class _Link(asyncio.Protocol):
         self._writing = False
         data = self.engine.data_to_send()
         if data and not self._transport.is_closing():
+            if self._transport.get_write_buffer_size() > MOST_UNSENT:
+                self.lose(ConnectionLost("APNs took nothing any more; it may have the push."), politely=False)
+                return
             self._written = self.engine.last_stream_id
             self._transport.write(data)
-            if self._transport.get_write_buffer_size() > MOST_UNSENT:
-                self.retire()
-                self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)  # noqa: S101  what TLS over TCP gives
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        if self._transport.is_closing():  # nobody waits here any more
-            return
         self._heard += len(data)
         self.heard_at = self._now()
         for event in self.engine.receive(data):

@@ -20,6 +20,7 @@ from core.delivery import Environment, Push
 from core.drain import CLOSING_SECONDS, PUSH_SECONDS, Clock, Drain, Pace, Settled, Swept, Tally
 from core.outbox import Backlog, PostgresOutbox
 from core.proof import Fault
+from core.reasons import Blame
 from core.schema import require_version
 from core.secret import CachedSecret, SigningKey, Unconfigured, secrets_manager
 from core.settings import Settings, check_lease
@@ -73,7 +74,7 @@ class _LogWitness:
     def withheld(self, fault: Fault) -> None:
         self.faults.append(fault)
         logger.error(
-            "withheld: nothing more is pushed to this group in this drain, and no attempt is spent",
+            "withheld: APNs is out" if fault.blame is Blame.APNS else "withheld: the fault is on our side",
             extra={
                 "environment": fault.environment,
                 "topic": fault.topic or "all",
@@ -254,10 +255,13 @@ def _report(event: object, context: LambdaContext, drained: _Drained, seconds: f
     metrics.add_metric(name="DueBacklog", unit=MetricUnit.Count, value=backlog.due)
     metrics.add_metric(name="OldestDueAgeSeconds", unit=MetricUnit.Seconds, value=backlog.oldest_age_seconds)
     metrics.add_metric(name="PossibleDuplicate", unit=MetricUnit.Count, value=drained.witness.possible_duplicates)
-    # With no dimension it is what the alarm watches; the reasons, a metric each, are for those who look why.
-    metrics.add_metric(name="ProviderFault", unit=MetricUnit.Count, value=len(drained.witness.faults))
+    outages = [fault for fault in drained.witness.faults if fault.blame is Blame.APNS]
+    ours = [fault for fault in drained.witness.faults if fault.blame is not Blame.APNS]
+    metrics.add_metric(name="Outage", unit=MetricUnit.Count, value=len(outages))
+    # With no further dimension it is what an alarm watches; by reason it is for those who look why.
+    metrics.add_metric(name="ProviderFault", unit=MetricUnit.Count, value=len(ours))
     metrics.flush_metrics()
-    for reason, count in Counter(fault.reason for fault in drained.witness.faults).items():
+    for reason, count in Counter(fault.reason for fault in ours).items():
         with single_metric(
             namespace=NAMESPACE,
             name="ProviderFault",
