@@ -283,21 +283,21 @@ def _retry_after(response: httpx.Response) -> float:
     with suppress(
         KeyError, ValueError
     ):  # the other form: a date, to be read by the clock that APNs dates its answer by
-        return min(max((parsedate_to_datetime(said) - _date(response)).total_seconds(), 0.0), LONGEST_FLOOR)
+        return min(max((_instant(said) - _instant(response.headers["date"])).total_seconds(), 0.0), LONGEST_FLOOR)
     return 0.0
 
 
 def _skew(response: httpx.Response, now: float) -> float | None:
     try:
-        return now - _date(response).timestamp()
+        return now - _instant(response.headers["date"]).timestamp()
     except (KeyError, ValueError):
         return None
 
 
-def _date(response: httpx.Response) -> datetime:
-    """Read the response's date. KeyError or ValueError if it has none."""
-    date = parsedate_to_datetime(response.headers["date"])
-    return date if date.tzinfo else date.replace(tzinfo=UTC)
+def _instant(date: str) -> datetime:
+    """Read an HTTP date, or raise ValueError."""
+    instant = parsedate_to_datetime(date)
+    return instant if instant.tzinfo else instant.replace(tzinfo=UTC)
 
 
 def tls(ca_file: str | None) -> ssl.SSLContext:

@@ -317,9 +317,10 @@ class ApnsTransport(httpx.AsyncBaseTransport):
             if link is not None:
                 silence = f"APNs said nothing in the {self._connect_seconds:g} s for connecting; it may have the push."
                 link.lose(AnswerTimeout(silence), politely=link in self._links)
-            self._enough = True
             if all(link.retired for link in self._links):
                 self._fail_waiting(why)
+            else:
+                self._enough = True
         finally:
             self._connecting = None
         self._pump()

@@ -182,8 +182,8 @@ CREATE FUNCTION register_push_token(
     user_id text, token text, environment text DEFAULT 'production', topic text DEFAULT NULL
 ) RETURNS bigint LANGUAGE sql AS $$
     INSERT INTO push_token AS pt (user_id, token, environment, topic)
-    VALUES (register_push_token.user_id, lower(register_push_token.token), register_push_token.environment,
-            register_push_token.topic)
+    VALUES (register_push_token.user_id, lower(register_push_token.token),
+            coalesce(register_push_token.environment, 'production'), register_push_token.topic)
     ON CONFLICT (lower(token), environment, coalesce(topic, '')) WHERE invalidated_at IS NULL
     -- registered_at never goes back: of two sessions at once, the one that waited has the older now().
     DO UPDATE SET user_id = excluded.user_id, registered_at = greatest(pt.registered_at, excluded.registered_at)

@@ -15,37 +15,46 @@ held AS MATERIALIZED (
       JOIN notification_delivery nd ON nd.id = v.id
      WHERE (nd.next_attempt_at = v.lease   -- the fence: the lease that our claim wrote is still there
             AND nd.attempts = v.attempts   -- and so is its count: after a give-back two claims have the same number
-            AND (nd.status = 'pending'     -- or this is our own write, sent again since its answer was lost
-                 OR (nd.status = v.status AND nd.reason = v.reason)))
+            AND (nd.claimed_at IS NOT NULL -- and nobody has given it back
+                 OR (nd.status IN (v.status, v.status_if_alive) AND nd.status <> 'pending'
+                     AND nd.reason = v.reason)))  -- or this is our own write, sent again since its answer was lost
         OR (v.status = 'sent'              -- that APNs accepted it stays true after the lease: better late than twice
             AND nd.status IN ('pending', 'failed', 'sent'))
      ORDER BY v.id                         -- everyone locks in the same order, so that no two settles deadlock
        FOR NO KEY UPDATE OF nd
+),
+token AS MATERIALIZED (                    -- as it is now, and stays until we are done: a device may be registering again
+    SELECT pt.id, pt.token, pt.registered_at, pt.invalidated_at
+      FROM push_token pt
+     WHERE pt.id IN (SELECT push_token_id FROM held WHERE status = 'invalid_token')
+     ORDER BY pt.id
+       FOR NO KEY UPDATE OF pt
 ),
 dead AS (
     UPDATE push_token pt
        SET invalidated_at = now(),
            invalid_reason = held.reason
       FROM held
-     WHERE held.status = 'invalid_token'
-       AND pt.id = held.push_token_id
-       AND pt.token = held.token           -- exactly the token that was sent
-       AND pt.invalidated_at IS NULL
+      JOIN token ON token.id = held.push_token_id
+     WHERE pt.id = token.id
+       AND held.status = 'invalid_token'
+       AND token.token = held.token        -- exactly the token that was sent
+       AND token.invalidated_at IS NULL
        AND (held.dead_since IS NULL        -- APNs' date has milliseconds, so compare in milliseconds
-            OR date_trunc('milliseconds', pt.registered_at) <= held.dead_since)
+            OR date_trunc('milliseconds', token.registered_at) <= held.dead_since)
     RETURNING pt.id
 ),
 judged AS (
     SELECT held.id, held.reason, held.error, held.delay, held.give_back,
            -- The device registered again after the instant APNs speaks of: it is alive, and the delivery may try again.
-           CASE WHEN held.status = 'invalid_token' AND dead.id IS NULL AND pt.id IS NOT NULL
-                     AND pt.invalidated_at IS NULL
+           CASE WHEN held.status = 'invalid_token' AND dead.id IS NULL AND token.id IS NOT NULL
+                     AND token.invalidated_at IS NULL
                 THEN held.status_if_alive
                 ELSE held.status
            END AS status
       FROM held
       LEFT JOIN dead ON dead.id = held.push_token_id
-      LEFT JOIN push_token pt ON pt.id = held.push_token_id
+      LEFT JOIN token ON token.id = held.push_token_id
 )
 UPDATE notification_delivery nd
    SET status          = judged.status,
@@ -56,7 +65,8 @@ UPDATE notification_delivery nd
                               ELSE nd.next_attempt_at END,
        claimed_at      = NULL,
        sent_at         = CASE WHEN judged.status = 'sent' THEN coalesce(nd.sent_at, now()) END,
-       updated_at      = now()
+       updated_at      = CASE WHEN nd.status = judged.status AND nd.status <> 'pending' THEN nd.updated_at
+                              ELSE now() END       -- written twice, it still ended once
   FROM judged
  WHERE nd.id = judged.id
 RETURNING nd.id, nd.status;
