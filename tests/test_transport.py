@@ -389,13 +389,19 @@ def test_goaway_with_last_stream_id_0_on_a_new_connection_costs_nothing() -> Non
             await peer.request()
             peer.go_away(0)
             return await peer.end()
-        return await answer_rest(peer)
+        for one in await peer.requests(10):
+            order.append(number_of(one))
+            peer.answer(one)
+        return await peer.end()
+
+    order: list[int] = []
 
     @scripted(script)
     async def _(server: WireServer) -> None:
         async with apns() as transport:
             assert kinds(await pushes(transport, server.url, range(10))) == {200: 10}
             assert len(server.peers) == 3
+            assert order == list(range(10))  # what was sent back has waited longest
 
 
 async def answer_rest(peer: Peer) -> None:
@@ -511,7 +517,8 @@ def test_a_lost_connection_is_the_loss_of_what_was_sent_on_it_only(leave: Callab
             assert outcomes[200] + outcomes[ConnectionLost] == 20
 
 
-def test_what_was_not_written_yet_when_the_connection_was_lost_goes_on_another() -> None:
+@pytest.mark.parametrize("end", ["abort", "lose"])
+def test_what_was_not_written_yet_when_the_connection_ended_goes_on_another_and_only_there(end: str) -> None:
     @scripted(answer_all)
     async def _(server: WireServer) -> None:
         async with apns() as transport:
@@ -520,9 +527,39 @@ def test_what_was_not_written_yet_when_the_connection_was_lost_goes_on_another()
             unwritten = asyncio.create_task(push(transport, server.url))
             await asyncio.sleep(0)
             assert link.pushes
-            link._transport.abort()  # in the same turn of the loop, so before the write
+            # In the same turn of the loop, so before the write.
+            if end == "abort":
+                link._transport.abort()
+            else:
+                link.lose(ConnectionLost("It broke the protocol."))
             assert await unwritten == 200
             assert len(server.peers) == 2
+            await until(lambda: len(server._tasks) == 1)  # the first peer has read all there was
+            assert [sum(isinstance(frame, HeadersFrame) for frame in peer.frames) for peer in server.peers] == [1, 1]
+
+
+def test_nothing_begins_while_the_server_takes_nothing() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.greet(max_concurrent_streams=1000, initial_window_size=1 << 20)
+        peer.send(WindowUpdateFrame(0, window_increment=1 << 30))
+        peer.answer(await peer.request())
+        peer._writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await asyncio.Event().wait()
+
+    @scripted(script)
+    async def _(server: WireServer) -> None:
+        async with apns(answer_seconds=1, connect_seconds=1, max_connections=1) as transport:
+            assert await push(transport, server.url) == 200
+            tasks = []
+            for number in range(300):
+                tasks.append(asyncio.create_task(push(transport, server.url, number, bytes(100_000))))
+                for _ in range(3):
+                    await asyncio.sleep(0)
+            [link] = transport._links
+            assert link._transport.get_write_buffer_size() < 2 << 20
+            assert len(link.pushes) < 200
+            # The others had another connection, when this one had been silent for too long.
+            assert ConnectionLost not in kinds(await asyncio.gather(*tasks))
 
 
 def test_a_silent_connection_is_given_up_and_the_next_push_has_a_new_one() -> None:

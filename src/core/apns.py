@@ -70,17 +70,27 @@ class Apns:
         self._lines: dict[Environment, _Line] = {}
         self._turn = asyncio.Lock()
         self._has_reread = False
+        self._checking: asyncio.Task[None] | None = None
 
     async def begin(self, key: SigningKey) -> None:
-        """Begin a drain: with the key that the secret holds now, on connections that outlived their being frozen."""
+        """Begin a drain: with the key that the secret holds now, on connections that outlived their being frozen.
+
+        Those are being looked at while the drain claims; the first push waits for it.
+        """
         self._has_reread = False
         if key != self._secret:
             self._secret = key
             await self._sign_with(key)
-        await asyncio.gather(*(line.transport.check() for line in self._lines.values()))
+        if self._lines:
+            self._checking = asyncio.create_task(_check([line.transport for line in self._lines.values()]))
+
+    async def end(self) -> None:
+        """End a drain: nothing may be half done when the function is frozen."""
+        await self._checked()
 
     async def close(self) -> None:
         """Close every connection."""
+        await self._checked()
         for environment, line in list(self._lines.items()):
             await self._retire(environment, line)
 
@@ -116,6 +126,7 @@ class Apns:
                         "POST",
                         self._urls[environment],  # parsed once, since a URL a push costs more than the push
                         headers=[
+                            ("content-length", str(len(body))),
                             ("host", self._urls[environment].netloc.decode()),
                             *headers,
                             ("authorization", bearer),
@@ -186,6 +197,7 @@ class Apns:
     async def _send(
         self, environment: Environment, request: httpx.Request, end_by: float
     ) -> tuple[Answer, float | None]:
+        await self._checked()
         line = self._lines.get(environment)
         if line is None:
             line = self._lines[environment] = _Line(self._connect())
@@ -223,6 +235,11 @@ class Apns:
             elif line.retired and not line.under_way:
                 await _close(line.transport)
 
+    async def _checked(self) -> None:
+        if self._checking is not None:
+            await asyncio.wait([self._checking])
+            self._checking = None
+
     async def _renew(self, environment: Environment) -> None:
         if line := self._lines.get(environment):
             await self._retire(environment, line)
@@ -234,6 +251,10 @@ class Apns:
             del self._lines[environment]
         if not line.under_way:
             await _close(line.transport)
+
+
+async def _check(transports: list[Transport]) -> None:
+    await asyncio.gather(*(transport.check() for transport in transports), return_exceptions=True)
 
 
 async def _close(transport: Transport) -> None:

@@ -156,23 +156,27 @@ class _Warm:
         )
         backlog = await outbox.backlog()
         witness = _LogWitness()
-        tally = await Drain(
-            outbox=outbox,
-            gateway=gateway,
-            clock=clock,
-            pace=Pace(
-                batch_size=self.settings.batch_size,
-                max_batches=self.settings.max_batches,
-                lease_seconds=self.settings.lease_seconds,
-            ),
-            ladder=Ladder(
-                max_attempts=self.settings.max_attempts,
-                base=self.settings.backoff_base_seconds,
-                cap=self.settings.backoff_cap_seconds,
-            ),
-            dice=random.random,
-            witness=witness,
-        ).run()
+        try:
+            tally = await Drain(
+                outbox=outbox,
+                gateway=gateway,
+                clock=clock,
+                pace=Pace(
+                    batch_size=self.settings.batch_size,
+                    max_batches=self.settings.max_batches,
+                    lease_seconds=self.settings.lease_seconds,
+                ),
+                ladder=Ladder(
+                    max_attempts=self.settings.max_attempts,
+                    base=self.settings.backoff_base_seconds,
+                    cap=self.settings.backoff_cap_seconds,
+                ),
+                dice=random.random,
+                witness=witness,
+            ).run()
+        finally:
+            if gateway is not None:
+                await gateway.end()
         return _Drained(tally, backlog, witness)
 
     async def _gateway(self, key: SigningKey | Unconfigured) -> Apns | None:
@@ -189,7 +193,7 @@ class _Warm:
                 key=key,
                 reread=self._secret.reread,
                 now=time.time,
-                connect=lambda: ApnsTransport(ssl_context=context),
+                connect=lambda: ApnsTransport(ssl_context=context, on_goaway=_log_goaway),
             )
         await self._apns.begin(key)
         return self._apns
@@ -226,6 +230,11 @@ def handler(event: object, context: LambdaContext) -> dict[str, int]:
         raise
     _report(event, context, drained, time.monotonic() - began)
     return asdict(drained.tally)
+
+
+def _log_goaway(reason: str) -> None:
+    # Not a warning: it is how APNs moves clients to another machine. Its reason matters when something is wrong.
+    logger.info("APNs ends a connection", extra={"reason": reason})
 
 
 def let_go() -> None:
