@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.answer import Accepted, Rejected, read
+from core.answer import Accepted, Rejected, Unanswered, read
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -150,6 +150,16 @@ def test_a_410_without_a_timestamp_is_a_410_all_the_same() -> None:
 @pytest.mark.parametrize("status", [400, 403, 429, 500])
 def test_a_timestamp_counts_with_a_410_alone(status: int) -> None:
     assert read(status, b'{"reason": "Gone", "timestamp": 1772366400123}') == Rejected(status, "Gone", None)
+
+
+def test_a_body_says_nothing_of_floors_and_notes() -> None:
+    body = b'{"reason": "TooManyRequests", "floor": 99, "note": "x", "retry-after": 99}'
+
+    assert read(429, body) == Rejected(429, "TooManyRequests", None, 0.0, "")
+
+
+def test_no_answer_means_that_apns_may_have_it_unless_it_is_known_better() -> None:
+    assert Unanswered("timeout", "No answer.").maybe_processed
 
 
 JSON = st.recursive(

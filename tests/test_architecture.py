@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import core
+from devtools import reasons
 
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "src" / "core"
@@ -63,6 +64,10 @@ def test_what_the_map_says_does_io_is_not_called_pure_by_the_contract() -> None:
     _, forbidden = the_contract()
 
     assert {f"core.{module}" for module, nature in the_map().items() if "I/O" in nature} <= forbidden
+
+
+def test_the_page_of_reasons_is_made_from_the_table_that_the_code_uses() -> None:
+    assert reasons.PAGE.read_text(encoding="utf-8") == reasons.table(), "run ./dev reasons --write"
 
 
 @pytest.mark.parametrize("path", SQL_FILES, ids=lambda path: path.name)

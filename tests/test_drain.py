@@ -1,14 +1,15 @@
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.answer import Accepted, Answer, Rejected, Unanswered, Unbegun, Unsendable
-from core.delivery import Delivery, Push
+from core.answer import Accepted, Answer, Rejected, Unanswered, Unsendable
+from core.delivery import Delivery, Environment, Push
 from core.drain import Drain, Pace, Settled, Swept, Tally
+from core.proof import Fault
 from core.verdict import (
     Failed,
     InvalidToken,
@@ -30,6 +31,10 @@ GONE = Rejected(410, "Unregistered")
 OVERLOADED = Rejected(503, "ServiceUnavailable")
 MALFORMED = Rejected(400, "BadCollapseId")
 BAD_KEY = Rejected(403, "InvalidProviderToken")
+BAD_TOPIC = Rejected(400, "TopicDisallowed")
+BAD_TOKEN = Rejected(400, "BadDeviceToken")
+# It proves nothing and blames nobody but one device: where it is all that is answered, pushes go one by one.
+THROTTLED = Rejected(429, "TooManyRequests")
 
 
 class DatabaseGone(Exception):  # noqa: N818  stands for the real one, which has the same name
@@ -72,6 +77,7 @@ class MemoryOutbox:
     claims: list[list[Delivery]] = field(default_factory=list)
     suspects: list[Delivery] = field(default_factory=list)
     dead: list[Swept] = field(default_factory=list)
+    lately: set[Environment] = field(default_factory=set)
     devices: dict[int, list[Push]] = field(default_factory=dict)
     status: dict[int, str | None] = field(default_factory=dict)  # where the row says something else than our verdict
     claim_seconds: float = 0.0
@@ -104,6 +110,10 @@ class MemoryOutbox:
         self._note("bind", *(each.id for each in deliveries))
         return [push for each in deliveries for push in self.devices.get(each.id, [Push(each, a_device(each.id))])]
 
+    async def accepted_lately(self) -> Collection[Environment]:
+        self._note("lately")
+        return self.lately
+
     async def settle(
         self, outcomes: Sequence[tuple[Delivery, Outcome]], patience: Callable[[], float]
     ) -> Sequence[Settled]:
@@ -125,36 +135,38 @@ class MemoryOutbox:
 
 @dataclass(slots=True, kw_only=True)
 class ScriptedApns:
-    """Answers one push after the other. Who is not in the script is accepted."""
+    """Answers each push at once. Who is not in the script is accepted."""
 
     outbox: MemoryOutbox
     answers: dict[int, Answer] = field(default_factory=dict)
     seconds: float = 0.0  # that each push takes
-    then: Callable[[Push], Awaitable[None]] | None = None  # after each answer
+    then: Callable[[Push], Awaitable[None]] | None = None  # before each answer
 
-    async def push(
-        self,
-        pushes: Sequence[Push],
-        may_begin: Callable[[], Awaitable[bool]],
-        answered: Callable[[Push, Answer], None],
-    ) -> None:
-        for push in pushes:
-            if not await may_begin():
-                answered(push, Unbegun())
-                continue
-            self.outbox.journal.append(f"push {push.delivery.id}")
-            self.outbox.clock.now += self.seconds
-            answered(push, self.answers.get(push.delivery.id, Accepted()))
-            if self.then is not None:
-                await self.then(push)
+    def topic(self, push: Push) -> str:
+        return push.device.topic or "com.example.app"
+
+    async def push(self, push: Push) -> Answer:
+        self.outbox.journal.append(f"push {push.delivery.id}")
+        self.outbox.clock.now += self.seconds
+        if self.then is not None:
+            await self.then(push)
+        return self.answers.get(push.delivery.id, Accepted())
 
 
 @dataclass(slots=True)
 class Log:
     told: list[Settled | Swept] = field(default_factory=list)
+    answers: list[tuple[int, Answer]] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
 
     def swept(self, swept: Swept) -> None:
         self.told.append(swept)
+
+    def answered(self, push: Push, answer: Answer) -> None:
+        self.answers.append((push.delivery.id, answer))
+
+    def withheld(self, fault: Fault) -> None:
+        self.faults.append(fault)
 
     def settled(self, settled: Settled) -> None:
         self.told.append(settled)
@@ -326,15 +338,131 @@ def test_each_answer_is_judged_for_itself() -> None:
     }
 
 
-def test_a_fault_of_ours_gives_the_attempt_back() -> None:
+def test_every_answer_is_told_even_one_that_nothing_was_sent_for() -> None:
     scene = Scene()
-    scene.outbox.claims = [deliveries(1)]
+    scene.outbox.claims = [deliveries(1, 2, 3)]
+    too_large = Unsendable("PayloadTooLarge", "Too large.")
+    scene.apns.answers = {2: GONE, 3: too_large}
+
+    drained(scene)
+
+    assert sorted(scene.log.answers, key=lambda told: told[0]) == [(1, Accepted()), (2, GONE), (3, too_large)]
+
+
+# In the light of the other answers. What that light is, test_proof says.
+
+
+def test_a_fault_of_ours_costs_one_push_no_attempt_and_is_told_once() -> None:
+    scene = Scene()
+    scene.outbox.claims = [deliveries(*range(1, 51))]
+    scene.apns.answers = dict.fromkeys(range(1, 51), BAD_KEY)
+
+    drained(scene)
+
+    assert {type(outcome) for outcome in scene.outbox.outcomes.values()} == {Withheld}
+    assert counts(scene) == {"claimed": 50, "pushed": 1, "withheld": 50}
+    assert [(fault.environment, fault.topic, fault.reason) for fault in scene.log.faults] == [
+        (Environment.PRODUCTION, None, "InvalidProviderToken")
+    ]
+
+
+def test_a_fault_of_one_topic_withholds_the_pushes_that_carry_it_and_no_others() -> None:
+    scene = Scene()
+    scene.outbox.claims = [deliveries(1, 2, 3, 4)]
+    scene.outbox.devices = {number: [a_push(number, topic="com.example.broken")] for number in (1, 3)}
+    scene.apns.answers = {1: BAD_TOPIC, 3: BAD_TOPIC}
+
+    drained(scene)
+
+    assert scene.noted("push") == ["push 1", "push 2", "push 4"]
+    assert counts(scene) == {"claimed": 4, "pushed": 3, "sent": 2, "withheld": 2}
+    assert [fault.topic for fault in scene.log.faults] == ["com.example.broken"]
+
+
+def test_what_a_batch_has_found_holds_for_the_batches_and_the_suspects_after_it() -> None:
+    scene = Scene(pace=Pace(batch_size=2, max_batches=2, lease_seconds=120))
+    scene.outbox.claims = [deliveries(1, 2), deliveries(3, 4)]
+    scene.outbox.suspects = deliveries(90)
     scene.apns.answers = {1: BAD_KEY}
 
     drained(scene)
 
-    assert isinstance(scene.outbox.outcomes[1], Withheld)
-    assert counts(scene) == {"claimed": 1, "pushed": 1, "withheld": 1}
+    assert scene.noted("push") == ["push 1"]
+    assert counts(scene) == {"claimed": 5, "pushed": 1, "withheld": 5}
+
+
+@pytest.mark.parametrize(
+    ("lately", "outcome"),
+    [({Environment.PRODUCTION}, Retry), (set(), Withheld), ({Environment.SANDBOX}, Withheld)],
+    ids=["accepted lately", "nothing accepted", "accepted by the other environment"],
+)
+def test_an_error_of_an_unproven_apns_counts_only_if_it_has_accepted_something_lately(
+    lately: set[Environment], outcome: type[Outcome]
+) -> None:
+    scene = Scene()
+    scene.outbox.claims = [deliveries(1)]
+    scene.outbox.lately = lately
+    scene.apns.answers = {1: OVERLOADED}
+
+    drained(scene)
+
+    assert isinstance(scene.outbox.outcomes[1], outcome)
+    assert scene.noted("lately") == ["lately"]
+
+
+def test_what_was_accepted_lately_is_not_asked_where_nothing_depends_on_it() -> None:
+    scene = Scene()
+    scene.outbox.claims = [deliveries(1, 2, 3)]
+    scene.apns.answers = {1: BAD_TOKEN, 2: MALFORMED, 3: GONE}
+
+    drained(scene)
+
+    assert scene.noted("lately") == []
+    assert sorted(scene.outbox.outcomes) == [1, 2, 3]
+
+
+def test_an_outage_costs_three_pushes_and_no_attempt() -> None:
+    scene = Scene()
+    scene.outbox.claims = [deliveries(*range(1, 51))]
+    scene.apns.answers = dict.fromkeys(range(1, 51), OVERLOADED)
+
+    drained(scene)
+
+    assert counts(scene) == {"claimed": 50, "pushed": 3, "withheld": 50}
+
+
+def test_five_refused_tokens_and_none_accepted_invalidate_nothing() -> None:
+    scene = Scene()
+    scene.outbox.claims = [deliveries(*range(1, 51))]
+    scene.apns.answers = dict.fromkeys(range(1, 51), BAD_TOKEN)
+
+    drained(scene)
+
+    assert counts(scene) == {"claimed": 50, "pushed": 5, "withheld": 50}
+
+
+def test_one_push_goes_alone_and_when_it_is_accepted_the_rest_goes_at_once() -> None:
+    scene = Scene()
+    scene.outbox.claims = [deliveries(*range(1, 11))]
+    under_way: set[int] = set()
+    most: list[int] = []
+    all_there = asyncio.Event()
+
+    async def wait_for_the_others(push: Push) -> None:
+        under_way.add(push.delivery.id)
+        most.append(len(under_way))
+        if push.delivery.id > 1:
+            if len(under_way) == 9:
+                all_there.set()
+            await all_there.wait()  # for ever, if they went one by one
+        under_way.remove(push.delivery.id)
+
+    scene.apns.then = wait_for_the_others
+
+    drained(scene)
+
+    assert most == list(map(int, "1123456789"))
+    assert counts(scene) == {"claimed": 10, "pushed": 10, "sent": 10}
 
 
 # How many batches.
@@ -484,6 +612,8 @@ def test_nothing_is_claimed_when_the_time_left_is_too_short_for_a_push(left: flo
 def test_when_time_runs_out_in_the_middle_the_rest_is_released() -> None:
     scene = Scene(clock=StoppedClock(ends_at=60.0))
     scene.outbox.claims = [deliveries(1, 2, 3, 4, 5)]
+    scene.outbox.lately = {Environment.PRODUCTION}
+    scene.apns.answers = dict.fromkeys((1, 2, 3), THROTTLED)
     scene.apns.seconds = 20.0
 
     drained(scene)
@@ -491,7 +621,7 @@ def test_when_time_runs_out_in_the_middle_the_rest_is_released() -> None:
     # The third began at 40 s, with 20 left; the fourth would have at 60.
     assert scene.noted("push") == ["push 1", "push 2", "push 3"]
     assert {number for number, outcome in scene.outbox.outcomes.items() if outcome == Released()} == {4, 5}
-    assert counts(scene) == {"claimed": 5, "pushed": 3, "sent": 3, "released": 2}
+    assert counts(scene) == {"claimed": 5, "pushed": 3, "retried": 3, "released": 2}
 
 
 def test_a_batch_that_used_up_the_time_is_followed_by_no_suspect_which_would_only_be_released() -> None:
@@ -499,6 +629,7 @@ def test_a_batch_that_used_up_the_time_is_followed_by_no_suspect_which_would_onl
     scene = Scene(clock=StoppedClock(ends_at=60.0))
     scene.outbox.claims = [deliveries(1, 2, 3)]
     scene.outbox.suspects = deliveries(90)
+    scene.apns.answers = dict.fromkeys((1, 2, 3), THROTTLED)
     scene.apns.seconds = 16.0
 
     drained(scene)
@@ -550,13 +681,19 @@ def test_what_the_database_raises_ends_the_run(verb: str) -> None:
 
 def test_when_the_database_goes_what_was_settled_stays_settled_and_nothing_more_is_begun() -> None:
     scene = Scene()
-    scene.outbox.claims = [deliveries(1, 2, 3)]
+    scene.outbox.claims = [deliveries(1, 2, 3, 4)]
+    # 2 goes with 3, which is the first of its topic; so 4 has to wait for 3's answer.
+    scene.outbox.devices = {number: [a_push(number, topic="com.example.other")] for number in (3, 4)}
     scene.outbox.fault_of = {"settle 2": DatabaseGone()}
 
     async def until_it_is_tried(push: Push) -> None:
-        while not any(str(push.delivery.id) in note.split() for note in scene.noted("settle")):  # noqa: ASYNC110  a list
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0)
+        if push.delivery.id == 3:
+            while not any("2" in note.split() for note in scene.noted("settle")):  # noqa: ASYNC110  a list tells nobody
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
+        elif push.delivery.id == 2:
+            async with scene.outbox.settled:
+                await scene.outbox.settled.wait_for(lambda: 1 in scene.outbox.outcomes)
 
     scene.apns.then = until_it_is_tried
 
@@ -564,19 +701,21 @@ def test_when_the_database_goes_what_was_settled_stays_settled_and_nothing_more_
         drained(scene)
 
     assert scene.outbox.outcomes == {1: Sent()}
-    assert scene.noted("push") == ["push 1", "push 2"]
-    assert counts(scene) == {"claimed": 3, "pushed": 2, "sent": 1}
+    assert scene.noted("push") == ["push 1", "push 2", "push 3"]
+    assert counts(scene) == {"claimed": 4, "pushed": 3, "sent": 1}
 
 
-def test_an_answer_is_settled_while_the_next_push_is_still_in_flight() -> None:
+def test_an_answer_is_settled_while_others_are_still_in_flight() -> None:
     scene = Scene()
     scene.outbox.claims = [deliveries(1, 2, 3)]
 
-    async def until_it_is_settled(push: Push) -> None:
+    async def until_the_one_before_is_settled(push: Push) -> None:
         async with scene.outbox.settled:
-            await scene.outbox.settled.wait_for(lambda: push.delivery.id in scene.outbox.outcomes)
+            await scene.outbox.settled.wait_for(
+                lambda: push.delivery.id == 1 or push.delivery.id - 1 in scene.outbox.outcomes
+            )
 
-    scene.apns.then = until_it_is_settled
+    scene.apns.then = until_the_one_before_is_settled
 
     drained(scene)  # or it would wait for ever
 
@@ -600,18 +739,19 @@ def test_skips_are_settled_before_the_pushes_are_through() -> None:
 def test_a_drain_that_is_cut_off_settles_what_was_answered() -> None:
     scene = Scene()
     scene.outbox.claims = [deliveries(1, 2, 3)]
-    stuck = []
 
     async def second_never_ends(push: Push) -> None:
         if push.delivery.id == 2:
-            stuck.append(asyncio.get_running_loop().time())
             await asyncio.Event().wait()
 
     async def run() -> None:
         scene.apns.then = second_never_ends
         drain = asyncio.create_task(scene.drain())
-        while not stuck:  # noqa: ASYNC110  nobody tells
+        while len(scene.log.answers) < 2:  # noqa: ASYNC110  nobody tells
             await asyncio.sleep(0)
+        for _turn in range(5):  # of the loop, in which an answer is judged
+            await asyncio.sleep(0)
+        assert scene.noted("settle") == []
         drain.cancel()
         with pytest.raises(asyncio.CancelledError):
             await drain
@@ -619,7 +759,7 @@ def test_a_drain_that_is_cut_off_settles_what_was_answered() -> None:
 
     asyncio.run(run())
 
-    assert scene.outbox.outcomes == {1: Sent(), 2: Sent()}
+    assert scene.outbox.outcomes == {1: Sent(), 3: Sent()}
 
 
 # The tally.
@@ -673,7 +813,22 @@ def test_a_row_that_was_not_ours_any_more_is_counted_and_told_and_dropped() -> N
     assert [told.status for told in scene.log.told if isinstance(told, Settled)] == ["sent", None, "invalid_token"]
 
 
-ROW = st.sampled_from(["sent", "gone", "retry", "malformed", "bad key", "no device", "unsendable", "lost", "two"])
+ROW = st.sampled_from(
+    [
+        "sent",
+        "gone",
+        "retry",
+        "malformed",
+        "bad key",
+        "bad topic",
+        "bad token",
+        "throttled",
+        "no device",
+        "unsendable",
+        "lost",
+        "two",
+    ]
+)
 
 
 @settings(max_examples=40, deadline=None)
@@ -703,6 +858,12 @@ def test_every_row_that_was_claimed_is_counted_exactly_once(
                     scene.apns.answers[number] = MALFORMED
                 case "bad key":
                     scene.apns.answers[number] = BAD_KEY
+                case "bad topic":
+                    scene.apns.answers[number] = BAD_TOPIC
+                case "bad token":
+                    scene.apns.answers[number] = BAD_TOKEN
+                case "throttled":
+                    scene.apns.answers[number] = THROTTLED
                 case "no device":
                     scene.outbox.devices[number] = []
                 case "unsendable":

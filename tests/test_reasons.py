@@ -1,7 +1,7 @@
 import pytest
 
 from core.answer import Rejected
-from core.reasons import REASONS, Blame, blame, describe
+from core.reasons import BY_STATUS, REASONS, Blame, blame, blames_the_topic, describe
 
 DEVICE, NOTIFICATION, PROVIDER, APNS = Blame.DEVICE, Blame.NOTIFICATION, Blame.PROVIDER, Blame.APNS
 
@@ -90,6 +90,22 @@ def test_an_unknown_reason_is_judged_by_its_status(status: int, whose: Blame, re
     assert blame(Rejected(status, reason)) is whose
 
 
+def test_a_reason_and_its_status_agree_on_the_blame_but_for_what_apple_files_oddly() -> None:
+    odd = {name for name, row in REASONS.items() if row.blame is not BY_STATUS.get(row.status, APNS)}
+
+    assert odd == {
+        "BadDeviceToken", "DeviceTokenNotForTopic", "BadTopic", "MissingTopic", "TopicDisallowed", "IdleTimeout",
+        "TooManyProviderTokenUpdates",
+    }  # fmt: skip
+
+
+def test_a_fault_of_the_topic_is_one_of_the_provider_that_leaves_other_topics_alone() -> None:
+    of_the_topic = {name for name, row in REASONS.items() if blames_the_topic(Rejected(row.status, name))}
+
+    assert of_the_topic == {"BadTopic", "MissingTopic", "TopicDisallowed"}
+    assert {REASONS[name].blame for name in of_the_topic} == {PROVIDER}
+
+
 def test_a_known_reason_means_the_same_under_a_status_that_apple_does_not_document_for_it() -> None:
     assert blame(Rejected(400, "Unregistered")) is DEVICE
     assert blame(Rejected(400, "ExpiredProviderToken")) is PROVIDER
@@ -105,6 +121,25 @@ def test_a_description_is_one_sentence_with_what_apns_said_and_what_it_means() -
         describe(Rejected(400, "TokenIsTooShiny"))
         == "APNs answered 400 TokenIsTooShiny, which this version does not know."
     )
+
+
+def test_what_we_know_beside_it_is_a_sentence_of_its_own() -> None:
+    assert (
+        describe(Rejected(403, "Forbidden", note="Our clock is 90 s behind APNs': mend it."))
+        == "APNs answered 403 Forbidden: the action is not allowed. Our clock is 90 s behind APNs': mend it."
+    )
+    assert (
+        describe(Rejected(403, "Shiny", note="Mend it."))
+        == "APNs answered 403 Shiny, which this version does not know. Mend it."
+    )
+
+
+@pytest.mark.parametrize("reason", sorted(REASONS))
+def test_a_note_is_sentences_and_fits_a_cell_of_the_table(reason: str) -> None:
+    note = REASONS[reason].note
+
+    assert note == "" or (note[0].isupper() and note.endswith("."))
+    assert not {"|", "\n"} & set(note + REASONS[reason].meaning)
 
 
 @pytest.mark.parametrize("reason", sorted(REASONS))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from core.answer import Unsendable
 from core.delivery import Push
-from core.request import Request, compact, compose
+from core.request import Request, compact, compose, topic_of
 from tests.support.deliveries import a_delivery, a_push
 
 APP = "com.example.app"
@@ -64,6 +64,14 @@ def test_the_topic_has_the_suffix_of_its_push_type(push_type: str, topic: str) -
     sent = headers(a_push(1, a_delivery(1, push_type=push_type)))
 
     assert (sent["apns-push-type"], sent["apns-topic"]) == (push_type, topic)
+
+
+@pytest.mark.parametrize("push_type", ["alert", "voip", "liveactivity"])
+@pytest.mark.parametrize("topic", [None, "com.example.other"])
+def test_the_topic_by_which_pushes_are_grouped_is_the_one_that_is_sent(push_type: str, topic: str | None) -> None:
+    push = a_push(1, a_delivery(1, push_type=push_type), topic=topic)
+
+    assert topic_of(push, APP) == headers(push)["apns-topic"]
 
 
 def test_the_devices_own_topic_comes_before_the_keys_and_has_the_suffix_too() -> None:

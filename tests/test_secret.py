@@ -270,19 +270,112 @@ def test_a_secret_that_has_just_been_filled_in_is_used_at_once() -> None:
     assert isinstance(asyncio.run(secret.get()), Unconfigured)
 
 
-def test_a_secret_that_cannot_be_read_is_a_fault_every_time_and_not_unconfigured() -> None:
+def test_a_secret_that_could_never_be_read_is_a_fault_every_time_and_not_unconfigured() -> None:
     shelf = Shelf(text=SecretFault("no route"))
     secret = shelf.secret()
 
     for _ in range(2):
         with pytest.raises(SecretFault, match="no route"):
             asyncio.run(secret.get())
-    shelf.text = TEXT
-    assert key_id(asyncio.run(secret.get())) == "KEY1234567"
-    shelf.now += 300
     shelf.text = "hunter2"
     with pytest.raises(SecretFault, match="is not JSON"):
         asyncio.run(secret.get())
+    shelf.text = TEXT
+    assert key_id(asyncio.run(secret.get())) == "KEY1234567"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        pytest.param(SecretFault("Secrets Manager is throttling the account"), "throttling", id="cannot be read"),
+        pytest.param("hunter2", "is not JSON", id="is not JSON"),
+        pytest.param(json.dumps(FIELDS | {"private_key": "hunter2"}), "is not PEM", id="has no key in it"),
+    ],
+)
+def test_a_key_that_was_good_is_used_while_the_secret_is_not_and_that_is_not_kept_quiet(
+    text: str | SecretFault, words: str
+) -> None:
+    shelf = Shelf()
+    secret = shelf.secret()
+    good = asyncio.run(secret.get())
+    assert secret.fault is None
+
+    shelf.text = text
+    shelf.now += 300
+    for asked in (2, 3):
+        assert asyncio.run(secret.get()) == good
+        assert words in str(secret.fault)
+        assert len(shelf.asked) == asked  # each drain looks whether it has been mended
+        shelf.now += 30
+
+    shelf.text = ROTATED
+    assert key_id(asyncio.run(secret.get())) == "KEY7654321"
+    assert secret.fault is None
+
+
+def test_an_old_key_is_good_for_as_long_as_the_secret_cannot_be_read() -> None:
+    shelf = Shelf()
+    secret = shelf.secret()
+    good = asyncio.run(secret.get())
+
+    shelf.text = SecretFault("no route")
+    shelf.now += 86_400
+
+    assert asyncio.run(secret.get()) == good
+
+
+def test_a_secret_that_was_emptied_is_unconfigured_and_the_key_that_it_held_is_forgotten() -> None:
+    shelf = Shelf()
+    secret = shelf.secret()
+    asyncio.run(secret.get())
+    shelf.text = SecretFault("no route")
+    shelf.now += 300
+    asyncio.run(secret.get())
+
+    shelf.text = "{}"
+    assert isinstance(asyncio.run(secret.get()), Unconfigured)
+    assert secret.fault is None
+    shelf.text = SecretFault("no route")
+    with pytest.raises(SecretFault, match="no route"):
+        asyncio.run(secret.get())
+
+
+def test_reading_again_does_not_lean_on_what_was_read() -> None:
+    shelf = Shelf()
+    secret = shelf.secret()
+    asyncio.run(secret.get())
+
+    shelf.text = ROTATED
+    shelf.now += 1
+    assert key_id(asyncio.run(secret.reread())) == "KEY7654321"
+    assert len(shelf.asked) == 2
+
+    shelf.now += 299.9
+    assert key_id(asyncio.run(secret.get())) == "KEY7654321"  # and it is what is kept from now on
+    assert len(shelf.asked) == 2
+    shelf.now += 0.1
+    asyncio.run(secret.get())
+    assert len(shelf.asked) == 3
+
+
+def test_reading_again_tells_of_a_fault_and_leaves_the_good_key_where_it_was() -> None:
+    shelf = Shelf()
+    secret = shelf.secret()
+    good = asyncio.run(secret.get())
+
+    shelf.text = "hunter2"
+    with pytest.raises(SecretFault, match="is not JSON"):
+        asyncio.run(secret.reread())
+
+    assert asyncio.run(secret.get()) == good
+    assert len(shelf.asked) == 2  # from the cache: it is fresh
+
+
+def test_reading_again_without_a_secret_asks_nobody() -> None:
+    shelf = Shelf()
+
+    assert isinstance(asyncio.run(CachedSecret(None, shelf.fetch, lambda: shelf.now).reread()), Unconfigured)
+    assert shelf.asked == []
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
 from collections import Counter
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from math import nextafter
@@ -21,6 +22,7 @@ from core.verdict import (
     Withheld,
     jittered,
     judge,
+    withhold,
 )
 from tests.support.deliveries import a_delivery, a_push
 
@@ -142,6 +144,64 @@ def test_what_is_withheld_comes_back_in_two_and_a_half_to_five_minutes() -> None
     assert delays == [150.0, 225.0, pytest.approx(300.0)]
 
 
+def delay_of(outcome: Outcome) -> float:
+    match outcome:
+        case Retry(delay=delay) | Withheld(delay=delay) | InvalidToken(if_alive=Retry(delay=delay)):
+            return delay
+        case _:
+            pytest.fail(f"{outcome} does not come back")
+
+
+# For 503 and 410 the ladder says 30 to 60 s on the first attempt; what is withheld waits 150 to 300 s.
+@pytest.mark.parametrize(
+    ("answer", "floor", "chance", "delay"),
+    [
+        pytest.param(OVERLOADED, 120.0, 0.0, 120.0, id="a retry waits for it"),
+        pytest.param(OVERLOADED, 120.0, 0.5, 150.0, id="and not all at that very moment"),
+        pytest.param(OVERLOADED, 10.0, 0.5, 45.0, id="one that is sooner than the ladder changes nothing"),
+        pytest.param(OVERLOADED, 0.0, 0.5, 45.0, id="none changes nothing"),
+        pytest.param(BAD_KEY, 900.0, 0.0, 900.0, id="what is withheld waits for it"),
+        pytest.param(BAD_KEY, 900.0, 0.5, 1125.0, id="and that not all at that very moment either"),
+        pytest.param(BAD_KEY, 100.0, 0.5, 225.0, id="one that is sooner than that wait changes nothing"),
+        pytest.param(GONE, 120.0, 0.5, 150.0, id="a device that has come back waits for it, too"),
+    ],
+)
+def test_before_the_instant_that_apns_named_nothing_is_asked_again(
+    answer: Rejected, floor: float, chance: float, delay: float
+) -> None:
+    assert delay_of(becomes(replace(answer, floor=floor), chance=chance)) == delay
+
+
+def test_a_floor_gives_nobody_an_attempt_more() -> None:
+    assert isinstance(becomes(replace(OVERLOADED, floor=900.0), attempts=5), Failed)
+    assert isinstance(becomes(replace(BAD_KEY, floor=900.0), attempts=5, may_give_back=False), Failed)
+    assert isinstance(becomes(replace(MALFORMED, floor=900.0)), Failed)
+
+
+def test_what_spends_its_attempt_though_the_fault_is_ours_waits_for_the_floor_all_the_same() -> None:
+    assert delay_of(becomes(replace(BAD_KEY, floor=900.0), may_give_back=False)) == 900.0
+
+
+def test_what_is_withheld_without_having_been_pushed_waits_as_if_it_had_been() -> None:
+    assert withhold(a_delivery(), "Forbidden", "Why.", LADDER, 0.0) == Withheld("Forbidden", "Why.", 150.0)
+    assert withhold(a_delivery(), "Forbidden", "Why.", LADDER, 0.5, floor=900.0) == Withheld(
+        "Forbidden", "Why.", 1125.0
+    )
+    assert withhold(a_delivery(may_give_back=False), "Forbidden", "Why.", LADDER, 0.0, floor=40.0) == Retry(
+        "Forbidden", "Why.", 40.0
+    )
+
+
+def test_what_we_know_beside_the_answer_is_part_of_the_sentence() -> None:
+    became = becomes(Rejected(403, "Forbidden", note="Our clock is 90 s behind APNs': mend it."))
+
+    assert became == Withheld(
+        "Forbidden",
+        "APNs answered 403 Forbidden: the action is not allowed. Our clock is 90 s behind APNs': mend it.",
+        150.0,
+    )
+
+
 def test_a_retry_waits_as_the_ladder_says() -> None:
     delays = [
         became.delay
@@ -226,8 +286,15 @@ def test_more_luck_is_more_wait(seconds: float, one: float, other: float) -> Non
 
 ANSWERS: st.SearchStrategy[Answer] = st.one_of(
     st.just(Accepted()),
-    st.builds(Rejected, st.integers(0, 999), st.sampled_from(sorted(REASONS)) | st.text(), st.none()),
-    st.builds(Unanswered, st.text(), st.text()),
+    st.builds(
+        Rejected,
+        st.integers(0, 999),
+        st.sampled_from(sorted(REASONS)) | st.text(),
+        st.none(),
+        st.just(0.0) | st.floats(0, 86_400),
+        st.text(),
+    ),
+    st.builds(Unanswered, st.text(), st.text(), st.booleans()),
     st.builds(Unsendable, st.text(), st.text()),
     st.just(Unbegun()),
 )
@@ -247,7 +314,8 @@ def test_every_answer_has_an_outcome_and_a_row_out_of_attempts_is_never_tried_ag
             assert attempts < ladder.max_attempts
         case Withheld(delay=delay):
             assert may_give_back
-            assert 150 <= delay <= 300
+            assert isinstance(answer, Rejected)
+            assert max(150, answer.floor) <= delay <= max(300, answer.floor * 1.5)
         case Released():
             assert answer == Unbegun()
         case Sent():

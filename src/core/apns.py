@@ -116,8 +116,8 @@ class Apns:
     async def _try(self, push: Push, key: SigningKey, end_by: float) -> tuple[str, Answer, float | None]:
         """Push it with this key. Returns the provider token, the answer, and how far our clock is ahead of APNs'."""
         environment = push.device.environment
+        bearer = self._token(key).bearer(self._now())  # outside: a key that cannot sign is no fault of the row's
         try:
-            bearer = self._token(key).bearer(self._now())
             match compose(push, key.topic):
                 case Unsendable() as unsendable:
                     return bearer, unsendable, None
@@ -169,8 +169,9 @@ class Apns:
 
     async def _sign_with(self, key: SigningKey) -> None:
         self._key = key
-        for environment in list(self._lines):  # a connection belongs to the team that first pushed on it
-            await self._renew(environment)
+        # A connection belongs to the team that first pushed on it. All are let go before the first is waited for.
+        lines, self._lines = self._lines, {}
+        await asyncio.gather(*(self._retire(environment, line) for environment, line in lines.items()))
 
     def _token(self, key: SigningKey) -> ProviderToken:
         if key not in self._tokens:
@@ -240,10 +241,6 @@ class Apns:
             await asyncio.wait([self._checking])
             self._checking = None
 
-    async def _renew(self, environment: Environment) -> None:
-        if line := self._lines.get(environment):
-            await self._retire(environment, line)
-
     async def _retire(self, environment: Environment, line: _Line) -> None:
         """Begin nothing more on it. What is under way there may still be answered."""
         line.retired = True
@@ -282,11 +279,7 @@ def _spoils(answer: Answer) -> bool:
     After a 500, and after a provider token has expired, connections were seen to refuse whatever came next; and which
     topics a key may push to is settled when the connection is made.
     """
-    return isinstance(answer, Rejected) and (
-        answer.status >= 500
-        or answer.reason
-        in {"ExpiredProviderToken", "TooManyProviderTokenUpdates", "UnrelatedKeyIdInToken", "IdleTimeout"}
-    )
+    return isinstance(answer, Rejected) and (answer.status >= 500 or answer.reason in _SPOILING)
 
 
 def _answer(response: httpx.Response, body: bytes) -> Answer:
@@ -317,7 +310,10 @@ def _skew(response: httpx.Response, now: float) -> float | None:
 
 def _instant(date: str) -> datetime:
     """Read an HTTP date, or raise ValueError."""
-    instant = parsedate_to_datetime(date)
+    try:
+        instant = parsedate_to_datetime(date)
+    except OverflowError:  # a zone beyond any number
+        raise ValueError("no HTTP date") from None
     return instant if instant.tzinfo else instant.replace(tzinfo=UTC)
 
 

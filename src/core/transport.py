@@ -255,6 +255,8 @@ class ApnsTransport(httpx.AsyncBaseTransport):
     def _block(self, request: httpx.Request) -> bytes:
         """Write the header block (RFC 9113, section 8.3.1)."""
         path = request.extensions.get("target") or request.url.raw_path
+        if _unsayable(path):
+            raise NotSendable("The path has a line break, a NUL, or a space at either end.")
         method = request.method
         parts = [
             METHOD_POST
