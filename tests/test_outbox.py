@@ -1149,6 +1149,22 @@ def test_a_row_that_nobody_holds_is_not_settled_even_when_it_is_due_at_the_very_
     assert whole_rows(db, "push_token") == tokens
 
 
+def test_a_row_that_somebody_ended_by_hand_while_it_was_leased_stays_as_they_left_it(
+    clock: Callable[[float], None], db: psycopg.Connection, database: Database
+) -> None:
+    with session(database) as drain:
+        held = one_each(db, drain, len(OUTCOMES))
+        db.execute("UPDATE notification_delivery SET status = 'skipped', reason = 'cancelled'")  # and nothing else
+        before, tokens = whole_rows(db), whole_rows(db, "push_token")
+        clock(1)
+
+        said = [(push.delivery, outcome(push)) for push, outcome in zip(held, OUTCOMES.values(), strict=True)]
+        assert [each.status for each in drain.settle(said)] == [None] * len(OUTCOMES)
+        assert drain.bind([push.delivery for push in held]) == []
+    assert whole_rows(db) == before
+    assert whole_rows(db, "push_token") == tokens
+
+
 # Words that Postgres cannot store.
 
 

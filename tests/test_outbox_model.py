@@ -228,11 +228,14 @@ class Drains(RuleBasedStateMachine):
 
     def step_aside(self, outcomes: list[tuple[Delivery, Outcome]]) -> None:
         """Write no date that is the end of a lease somebody remembers: by a clock that runs it would not happen."""
+        self.step_past({delays(outcome) for _, outcome in outcomes})
+
+    def step_past(self, intervals: set[int]) -> None:
         remembered = [each.delivery for each in self.story.held] + [
             delivery for _, said in self.story.said for delivery, _ in said
         ]
         leases = {since_start(each.lease.until) for each in remembered}
-        while any(self.story.now + delays(outcome) in leases for _, outcome in outcomes):
+        while any(self.story.now + interval in leases for interval in intervals):
             self.pass_time(1)
 
     # Producers and devices.
@@ -320,6 +323,7 @@ class Drains(RuleBasedStateMachine):
     @precondition(lambda self: self.something_comes_due(suspects=False))
     @rule(drain=st.integers(0, DRAINS - 1), binds=st.sampled_from([True, True, True, False]))
     def claim(self, drain: int, *, binds: bool) -> None:
+        self.step_past({LEASE})
         self.take(drain, self.world.drains[drain].claim(), self.due(suspects=False)[:BATCH])
         if binds:
             self.bind_what_is_claimed(drain)
@@ -327,6 +331,7 @@ class Drains(RuleBasedStateMachine):
     @precondition(lambda self: self.something_comes_due(suspects=True))
     @rule(drain=st.integers(0, DRAINS - 1), binds=st.sampled_from([True, True, True, False]))
     def claim_suspect(self, drain: int, *, binds: bool) -> None:
+        self.step_past({LEASE})
         self.take(drain, self.world.drains[drain].claim_suspect(), self.due(suspects=True)[:1])
         if binds:
             self.bind_what_is_claimed(drain)
@@ -454,7 +459,9 @@ class Drains(RuleBasedStateMachine):
         story.held = [each for each in story.held if each not in [holds[id_] for id_ in chosen]]
 
         self.say(drain, outcomes)
-        story.said = [*story.said[-2:], (drain, outcomes)]
+        # What may have failed by one of two names is left to a test of its own: from outside the name does not show.
+        if not any(isinstance(each, InvalidToken) and isinstance(each.if_alive, Failed) for _, each in outcomes):
+            story.said = [*story.said[-2:], (drain, outcomes)]
         story.dull = False
 
     @precondition(lambda self: self.story.said)

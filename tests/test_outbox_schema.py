@@ -57,7 +57,9 @@ def test_the_oldest_producers_minimal_insert_still_makes_a_delivery(db: psycopg.
     install_clock(db, at=START)
     db.execute("""INSERT INTO notification_delivery (user_id, payload) VALUES ('7', '{"aps": {"alert": "hello"}}')""")
 
-    assert db.execute("SELECT to_jsonb(nd) - 'apns_id' FROM notification_delivery nd").fetchone() == (
+    assert db.execute(
+        "SELECT to_jsonb(nd) - '{apns_id,next_attempt_at,created_at,updated_at}'::text[] FROM notification_delivery nd"
+    ).fetchone() == (
         {
             "id": 1,
             "user_id": "7",
@@ -71,17 +73,15 @@ def test_the_oldest_producers_minimal_insert_still_makes_a_delivery(db: psycopg.
             "status": "pending",
             "reason": None,
             "attempts": 0,
-            "next_attempt_at": "2030-01-01T00:00:00+00:00",
             "push_token_id": None,
             "fanned_out_from": None,
             "first_claimed_at": None,
             "claimed_at": None,
             "last_error": None,
             "sent_at": None,
-            "created_at": "2030-01-01T00:00:00+00:00",
-            "updated_at": "2030-01-01T00:00:00+00:00",
         },
     )
+    assert columns(db, 1, "next_attempt_at", "created_at", "updated_at") == (START, START, START)
     assert one(db, "SELECT apns_id IS NOT NULL FROM notification_delivery")
     with session(database) as drain:
         assert len(drain.claim()) == 1

@@ -12,7 +12,7 @@ UPDATE notification_delivery nd
   FROM unnest(%(ids)s::bigint[], %(attempts)s::int[], %(leases)s::timestamptz[], %(give_backs)s::boolean[])
        AS release (id, attempts, lease, give_back)
  WHERE nd.id = release.id
-   AND nd.claimed_at IS NOT NULL           -- the fence, as in settle.sql
+   AND nd.status = 'pending'               -- the fence, as in settle.sql
    AND nd.attempts = release.attempts
    AND nd.next_attempt_at = release.lease
 RETURNING nd.id, nd.status;

@@ -15,7 +15,7 @@ held AS MATERIALIZED (
       JOIN notification_delivery nd ON nd.id = v.id
      WHERE (nd.next_attempt_at = v.lease   -- the fence: the lease that our claim wrote is still there
             AND nd.attempts = v.attempts   -- and so is its count: after a give-back two claims have the same number
-            AND (nd.claimed_at IS NOT NULL -- and nobody has given it back
+            AND ((nd.status = 'pending' AND nd.claimed_at IS NOT NULL)  -- and nobody has ended it or given it back
                  OR (nd.status IN (v.status, v.status_if_alive) AND nd.status <> 'pending'
                      AND nd.reason = v.reason)))  -- or this is our own write, sent again since its answer was lost
         OR (v.status = 'sent'              -- that APNs accepted it stays true after the lease: better late than twice
