@@ -19,6 +19,7 @@ Read drain.py first; it is the specification, in code. Then:
     secret.py           the signing key, from Secrets Manager                I/O
     database.py         the connection to Postgres                           I/O
     schema.py, migrations/   numbered SQL files and their runner             I/O
+    access.py           the drain's database user, and what it is granted    I/O
     settings.py         what may be configured, read once                    pure
 
 Pure files import the standard library's values and each other. drain.py meets the rest through the Protocols it

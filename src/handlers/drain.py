@@ -27,7 +27,8 @@ from core.settings import Settings, check_lease
 from core.transport import ApnsTransport
 from core.verdict import Failed, Ladder
 
-SERVICE, NAMESPACE = "apns-outbox", "ApnsOutbox"
+# Two stacks in one account share the namespace: the template gives each its own name.
+SERVICE, NAMESPACE = os.environ.get("POWERTOOLS_SERVICE_NAME") or "apns-outbox", "ApnsOutbox"
 logger = Logger(service=SERVICE)
 metrics = Metrics(namespace=NAMESPACE, service=SERVICE)
 
