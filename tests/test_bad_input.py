@@ -309,9 +309,11 @@ def test_an_apns_whose_certificate_is_not_trusted_gets_nothing(stack: Stack) -> 
 
     tally = stack.drain()
 
-    assert tally["retried"] + tally["withheld"] == 1
+    assert tally == only(claimed=1, pushed=1, withheld=1)
     assert stack.apns.journal == []
-    assert stack.row(posted).reason == "connection_failed"
+    row = stack.row(posted)
+    assert (row.reason, row.attempts) == ("connection_failed", 0)
+    assert "certificate" in row.last_error
 
 
 def test_an_answer_that_never_is_one_does_not_hold_up_the_others(stack: Stack) -> None:

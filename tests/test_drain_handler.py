@@ -1,19 +1,21 @@
 """The scheduled function as Lambda sees it: events in; a tally, a log and metrics out; what it keeps warm; its time."""
 
+import ast
 import json
+import re
 import subprocess
 import sys
-import time
-from dataclasses import dataclass
+from collections import defaultdict
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from h2.errors import ErrorCodes
 
 from core.secret import KEEP_SECONDS
 from devtools.local_postgres import LocalPostgres
-from devtools.simulated_apns import Credentials, Hangup, Ok, Reject, SimulatedApns
+from devtools.simulated_apns import Ok, Reject, Reset, SimulatedApns
 from handlers import drain
-from tests.support.handler import LEASE, ROOT, TALLY, Invocation, Posted, Stack, only
+from tests.support.handler import LEASE, ROOT, TALLY, Invocation, Posted, Stack, Time, only, signed_by
 from tests.support.tcp_proxy import TcpProxy
 
 pytest_plugins = ["tests.support.handler_fixtures"]
@@ -117,11 +119,18 @@ def test_the_metrics_are_the_tally_the_backlog_and_its_age(stack: Stack) -> None
     assert line["service"] == "apns-outbox"
     units = {metric["Name"]: metric["Unit"] for metric in declared["Metrics"]}
     names = {name: "".join(word.capitalize() for word in name.split("_")) for name in TALLY}
-    assert units == dict.fromkeys(names.values(), "Count") | {"DueBacklog": "Count", "OldestDueAgeSeconds": "Seconds"}
+    assert units == dict.fromkeys(names.values(), "Count") | {
+        "DueBacklog": "Count",
+        "OldestDueAgeSeconds": "Seconds",
+        "PossibleDuplicate": "Count",
+        "ProviderFault": "Count",
+        "Outage": "Count",
+    }
     assert {name: line[metric] for name, metric in names.items()} == {name: [float(tally[name])] for name in TALLY}
     assert tally == only(claimed=6, pushed=5, sent=2, retried=1, failed=1, invalid_token=1, skipped=1)
     assert line["DueBacklog"] == [6.0]
     assert 50 <= line["OldestDueAgeSeconds"][0] < 80
+    assert line["PossibleDuplicate"] == line["ProviderFault"] == line["Outage"] == [0.0]
 
 
 def test_each_invocation_has_metrics_of_its_own(stack: Stack) -> None:
@@ -150,7 +159,7 @@ def test_what_is_warm_is_used_again(stack: Stack) -> None:
         stack.post()
     stack.drain()
     (backend,) = stack.backends()
-    assert stack.apns.connections == 4
+    assert stack.apns.connections == 1
 
     for _ in range(3):
         for _ in range(8):
@@ -158,7 +167,7 @@ def test_what_is_warm_is_used_again(stack: Stack) -> None:
         assert stack.drain() == only(claimed=8, pushed=8, sent=8)
 
     assert stack.backends() == {backend}
-    assert stack.apns.connections == 4
+    assert stack.apns.connections == 1
     assert len({push.headers["authorization"] for push in stack.apns.journal}) == 1, "and so is the provider token"
 
 
@@ -212,20 +221,6 @@ def test_a_changed_environment_is_heeded(stack: Stack) -> None:
         assert len(elsewhere.journal) == 1
 
 
-@dataclass
-class Time:
-    """The handler's `time`, to be moved."""
-
-    ahead: float = 0.0  # of the wall clock
-    elapsed: float = 0.0  # more than really was
-
-    def time(self) -> float:
-        return time.time() + self.ahead
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self.elapsed
-
-
 def test_a_new_key_is_picked_up_within_five_minutes_on_new_connections(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,18 +228,18 @@ def test_a_new_key_is_picked_up_within_five_minutes_on_new_connections(
     monkeypatch.setattr(drain, "time", clocks)
     stack.post()
     assert stack.drain()["sent"] == 1
-    key = Credentials.generate()
-    stack.configure(stack.apns.secret() | {"private_key": key.private_key()})
+    new = stack.issue()
+    stack.rotate(new)
 
     stack.post()
     clocks.ahead = KEEP_SECONDS - 10
     assert stack.drain()["sent"] == 1
     assert stack.apns.connections == 1
-    posted = stack.post()
+    stack.post()
     clocks.ahead = KEEP_SECONDS + 10
-    assert stack.drain()["withheld"] == 1  # which tells that the new key was used: APNs knows the old one only
-    assert stack.row(posted).reason == "InvalidProviderToken"
+    assert stack.drain()["sent"] == 1
     assert stack.apns.connections == 2
+    assert [signed_by(push) for push in stack.apns.journal] == [stack.apns.credentials.key_id] * 2 + [new.key_id]
 
     stack.configure("{}")
     stack.post()
@@ -266,20 +261,20 @@ def test_what_was_not_begun_when_time_runs_out_is_released(stack: Stack) -> None
     stack.apns.hold()
     invocation = Invocation()
     running = stack.begin(context=invocation)
-    stack.apns.wait_for_pushes(4, timeout=20)
+    stack.apns.wait_for_pushes(1, timeout=20)  # the others wait until it has proven that APNs works
     invocation.spend(25 - LIMIT + 0.001)
     stack.apns.release()
 
-    assert running.result(timeout=30) == only(claimed=20, pushed=4, sent=4, released=16)
+    assert running.result(timeout=30) == only(claimed=20, pushed=1, sent=1, released=19)
 
     rows = stack.rows()
-    for each in posted[4:]:
+    for each in posted[1:]:
         row = rows[each.id]
         assert (row.status, row.reason, row.attempts, row.claimed_at) == ("pending", None, 0, None)
         assert -30 < row.due_in <= 0
         assert stack.pushes(each) == []
-    assert {rows[each.id].status for each in posted[:4]} == {"sent"}
-    assert stack.drain() == only(claimed=16, pushed=16, sent=16)
+    assert rows[posted[0].id].status == "sent"
+    assert stack.drain() == only(claimed=19, pushed=19, sent=19)
     assert {rows.attempts for rows in stack.rows().values()} == {1}
 
 
@@ -293,12 +288,12 @@ def test_what_was_not_begun_when_the_lease_is_nearly_over_is_released(
         stack.post()
     stack.apns.hold()
     running = stack.begin()
-    stack.apns.wait_for_pushes(4, timeout=20)
+    stack.apns.wait_for_pushes(1, timeout=20)
     clocks.elapsed = 120 - 21
     stack.apns.release()
 
-    # The other four were due again at once, and there was time enough to claim them under a new lease.
-    assert running.result(timeout=30) == only(claimed=12, pushed=8, sent=8, released=4)
+    # The other seven were due again at once, and there was time enough to claim them under a new lease.
+    assert running.result(timeout=30) == only(claimed=15, pushed=8, sent=8, released=7)
     assert set(stack.ends().values()) == {("sent", None, 1)}
 
 
@@ -306,7 +301,7 @@ def test_suspects_are_not_begun_either_when_time_is_short(stack: Stack) -> None:
     posted = [stack.post() for _ in range(3)]
     stack.apns.hold()
     child = stack.spawn()
-    stack.apns.wait_for_pushes(3, timeout=30)
+    stack.apns.wait_for_pushes(1, timeout=30)  # by then all three are claimed
     stack.kill(child)
     stack.apns.answer_again()
     stack.advance(LEASE)
@@ -397,6 +392,7 @@ def test_a_named_device_alone_is_pushed(stack: Stack) -> None:
 
 
 def test_a_device_that_changed_hands_is_not_shown_what_was_for_its_former_owner(stack: Stack) -> None:
+    works = stack.post()
     bound = stack.post(Reject(503, "ServiceUnavailable"))
     unbound_user, token = "carol", stack.device("carol")[1]
     stack.drain()
@@ -409,7 +405,11 @@ def test_a_device_that_changed_hands_is_not_shown_what_was_for_its_former_owner(
     assert stack.drain() == only(claimed=2, skipped=2)
 
     assert stack.apns.journal == []
-    assert stack.ends() == {bound.id: ("skipped", "no_push_token", 2), unbound: ("skipped", "no_push_token", 1)}
+    assert stack.ends() == {
+        works.id: ("sent", None, 1),
+        bound.id: ("skipped", "no_push_token", 2),
+        unbound: ("skipped", "no_push_token", 1),
+    }
 
 
 def test_two_environments_are_two_hosts(stack: Stack) -> None:
@@ -521,8 +521,8 @@ def test_no_time_zone_changes_a_date(stack: Stack) -> None:
         stack.db.execute(f"ALTER DATABASE {stack.database.name} SET timezone = '{database}'")
         stack.apns.forget()
         sent = stack.post(expires_at=expires)
-        retried = stack.post(Hangup())
-        withheld = stack.post(Reject(403, "Forbidden"))
+        retried = stack.post(Reset(ErrorCodes.CANCEL))
+        withheld = stack.post(Reject(403, "Forbidden"), environment="sandbox")
         dead = stack.post(Reject(410, "Unregistered", timestamp=datetime.now(UTC) + timedelta(minutes=5)))
         alive = stack.post(Reject(410, "Unregistered", timestamp=datetime.now(UTC) - timedelta(minutes=5)))
         later = stack.post(send_at=datetime.now(UTC) + timedelta(minutes=5))
@@ -562,3 +562,74 @@ def test_importing_the_handler_needs_nothing_and_does_nothing() -> None:
         check=False,
     )
     assert (imported.returncode, imported.stdout, imported.stderr) == (0, "", "")
+
+
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+
+
+def test_the_operators_page_has_every_metric_with_its_unit_and_no_other(stack: Stack) -> None:
+    stack.post(Reject(403, "Forbidden"))  # for a ProviderFault by its reason, too
+    stack.drain()
+
+    sent = {
+        (metric["Name"], metric["Unit"])
+        for line in stack.metrics()
+        for declared in line["_aws"]["CloudWatchMetrics"]
+        for metric in declared["Metrics"]
+    }
+    page = OPERATIONS.partition("\n## Metrics\n")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \| (\w+) \|", page, flags=re.MULTILINE)) == sent
+
+
+def test_the_operators_page_has_every_line_of_log_with_its_level_and_its_fields_and_no_other() -> None:
+    page = OPERATIONS.partition("\n## Log lines\n")[2]
+    documented = {
+        (message, level): set(re.findall(r"`(\w+)`", fields))
+        for message, level, fields in re.findall(
+            r"^### `(.+)`\n\n([A-Z]+)\b[^.]*\. Fields: ([^.]*)\.$", page, flags=re.MULTILINE
+        )
+    }
+    assert len(documented) == page.count("\n### "), "each has a level and its fields"
+    assert documented == _log_lines()
+
+
+def _log_lines() -> dict[tuple[str, str], set[str]]:
+    """Find what the handler logs, in its source: message and level, and the fields beside."""
+    found: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    tree = ast.parse((ROOT / "src" / "handlers" / "drain.py").read_text(encoding="utf-8"))
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        named = {  # dictionaries that have a name
+            target.id: _keys(assigned.value)
+            for assigned in ast.walk(function)
+            if isinstance(assigned, ast.Assign)
+            for target in assigned.targets
+            if isinstance(target, ast.Name)
+        }
+        for call in ast.walk(function):
+            match call:
+                case ast.Call(func=ast.Attribute(value=ast.Name("logger"), attr=level), args=[message]):
+                    (extra,) = (keyword.value for keyword in call.keywords if keyword.arg == "extra")
+                    fields = _keys(extra).union(
+                        *(named.get(name.id, set()) for name in ast.walk(extra) if isinstance(name, ast.Name))
+                    )
+                    # What a condition chooses between are two lines.
+                    texts = [message.body, message.orelse] if isinstance(message, ast.IfExp) else [message]
+                    for text in texts:
+                        assert isinstance(text, ast.Constant), ast.dump(text)
+                        found[str(text.value), level.upper()] |= fields
+    return dict(found)
+
+
+def _keys(expression: ast.AST) -> set[str]:
+    """Find the keys of the dictionaries in it, but not of those that are values in another."""
+    match expression:
+        case ast.Dict(keys=keys):
+            return {str(key.value) for key in keys if isinstance(key, ast.Constant)}
+        case ast.BinOp(left=left, right=right):
+            return _keys(left) | _keys(right)
+        case ast.IfExp(body=body, orelse=orelse):
+            return _keys(body) | _keys(orelse)
+        case _:
+            return set()

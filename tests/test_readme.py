@@ -200,7 +200,9 @@ def test_every_line_that_is_logged_is_explained_and_no_other() -> None:
     explained = {in_code(cells[0])[0] for cells in table("When something is wrong", "line")} | {"drain ended early"}
     code = inspect.getsource(drain) + inspect.getsource(migrate)
 
-    logged = re.findall(r'logger\.(?:info|warning|error)\(\s*"([^"]+)"', code) + re.findall(r'"(withheld: [^"]+)"', code)
+    logged = re.findall(r'logger\.(?:info|warning|error)\(\s*"([^"]+)"', code) + re.findall(
+        r'"(withheld: [^"]+)"', code
+    )
     assert explained == set(logged)
     assert "`drain ended early`" in section("When something is wrong")
 

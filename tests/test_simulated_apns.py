@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Self
 
 import h2.config
@@ -37,7 +38,16 @@ from devtools.simulated_apns import (
     Silence,
     SimulatedApns,
 )
-from devtools.simulated_apns.rules import TOPIC_SUFFIX, Provider, Request, refusal
+from devtools.simulated_apns.rules import (
+    RENEWAL_INTERVAL,
+    TOPIC_SUFFIX,
+    Key,
+    Memory,
+    Provider,
+    Request,
+    Signed,
+    refusal,
+)
 
 # Long enough for a machine whose cores are busy, short enough for a person to wait for.
 PATIENCE = 20.0
@@ -48,12 +58,27 @@ NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
 APP = "com.example.app"
 TOKEN = "a1" * 32
 CREDENTIALS = Credentials.generate()
+ONE_APP, SANDBOX_ONLY, STRANGER = Credentials.generate(), Credentials.generate(), Credentials.generate()
+
+
+def key_of(credentials: Credentials, *, topics: frozenset[str] | None = None, sandbox_only: bool = False) -> Key:
+    return Key(
+        team_id=credentials.team_id,
+        public_key=credentials.key.public_key(),
+        topics=topics,
+        environment="sandbox" if sandbox_only else None,
+    )
+
+
 PROVIDER = Provider(
-    team_id=CREDENTIALS.team_id,
-    key_id=CREDENTIALS.key_id,
-    public_key=CREDENTIALS.key.public_key(),
-    topics=frozenset({APP}),
+    keys={
+        CREDENTIALS.key_id: key_of(CREDENTIALS),
+        ONE_APP.key_id: key_of(ONE_APP, topics=frozenset({"com.example.other"})),
+        SANDBOX_ONLY.key_id: key_of(SANDBOX_ONLY, sandbox_only=True),
+    },
+    topics=frozenset({APP, "com.example.other"}),
     topic_of_token={"bb" * 32: "com.example.other"},
+    environment_of_token={"cc" * 32: "sandbox", "dd" * 32: "production"},
 )
 
 
@@ -136,6 +161,14 @@ RULES = [
     (request(apns_topic=f"{APP}.voip.voip", apns_push_type="voip"), (400, "TopicDisallowed")),
     (request(path=f"/3/device/{'bb' * 32}"), (400, "DeviceTokenNotForTopic")),
     (request(path=f"/3/device/{'BB' * 32}"), (400, "DeviceTokenNotForTopic")),
+    (request(path=f"/3/device/{'bb' * 32}", apns_topic="com.example.other"), None),
+    # the device's environment
+    (request(path=f"/3/device/{'CC' * 32}"), (400, "BadDeviceToken")),
+    (request(path=f"/3/device/{'dd' * 32}"), None),
+    # what the key is good for
+    (request(authorization=f"bearer {provider_token(ONE_APP)}"), (403, "UnrelatedKeyIdInToken")),
+    (request(authorization=f"bearer {provider_token(ONE_APP)}", apns_topic="com.example.other"), None),
+    (request(authorization=f"bearer {provider_token(SANDBOX_ONLY)}"), (403, "BadEnvironmentKeyInToken")),
     # priority
     (request(apns_priority="5"), None),
     (request(apns_priority="1"), None),
@@ -237,6 +270,8 @@ PROVIDER_TOKENS = [
     (provider_token(claims={"iat": seconds_ago(0)}), "InvalidProviderToken"),
     (provider_token(claims={"iss": "ANOTHER123", "iat": seconds_ago(0)}), "InvalidProviderToken"),
     (provider_token(key_id="ANOTHER123"), "InvalidProviderToken"),
+    (provider_token(STRANGER), "InvalidProviderToken"),
+    (provider_token(ONE_APP, claims={"iss": CREDENTIALS.team_id, "iat": seconds_ago(0)}), "InvalidProviderToken"),
     (provider_token(ANOTHER_KEY), "InvalidProviderToken"),
     (provider_token(ANOTHER_KEY, issued_at=0), "InvalidProviderToken"),
     (provider_token(algorithm="HS256"), "InvalidProviderToken"),
@@ -826,6 +861,166 @@ def test_what_one_chunk_brings_is_answered_with_one_write(apns: SimulatedApns) -
         ]
 
     assert len(answers) == 10
+
+
+def signed(*, issued_at: int, key_id: str = "KEY", team_id: str = "TEAM") -> Signed:
+    return Signed(key_id, team_id, issued_at)
+
+
+def test_a_connection_takes_a_new_provider_token_of_a_key_only_twenty_minutes_after_the_one_before() -> None:
+    memory = Memory()
+    memory.note(signed(issued_at=5000), "")
+    too_many = Reject(429, "TooManyProviderTokenUpdates")
+
+    found = {
+        seconds: memory.fault(signed(issued_at=5000 + seconds))
+        for seconds in (-1800, 0, 1, RENEWAL_INTERVAL - 1, RENEWAL_INTERVAL)
+    }
+
+    assert found == {-1800: None, 0: None, 1: too_many, RENEWAL_INTERVAL - 1: too_many, RENEWAL_INTERVAL: None}
+    assert memory.fault(signed(issued_at=5001, key_id="ANOTHER")) is None
+    memory.note(signed(issued_at=5001), too_many.reason)  # refused, so not the one in use
+    assert memory.fault(signed(issued_at=5000 + RENEWAL_INTERVAL)) is None
+    memory.note(signed(issued_at=5000 + RENEWAL_INTERVAL), "Unregistered")
+    assert memory.fault(signed(issued_at=5001 + RENEWAL_INTERVAL)) == too_many
+
+
+def test_a_connection_takes_nothing_more_once_a_provider_token_has_expired_on_it() -> None:
+    memory = Memory()
+    memory.note(None, "ExpiredProviderToken")
+
+    assert refusal(request(), PROVIDER, NOW, memory) == Reject(403, "ExpiredProviderToken")
+
+
+def test_a_connection_is_one_teams() -> None:
+    memory = Memory()
+    memory.note(signed(issued_at=5000), "BadDeviceToken")
+
+    assert memory.fault(signed(issued_at=5000, key_id="ANOTHER")) is None
+    assert memory.fault(signed(issued_at=5000, team_id="ANOTHER")) == Reject(403, "InvalidProviderToken")
+
+
+@pytest.mark.parametrize("reason", ["BadEnvironmentKeyInToken", "UnrelatedKeyIdInToken"])
+def test_what_a_key_may_not_do_is_settled_for_the_connection(reason: str) -> None:
+    memory = Memory()
+    memory.note(signed(issued_at=5000), reason)
+
+    assert memory.fault(signed(issued_at=5000)) == Reject(403, reason)
+    assert memory.fault(signed(issued_at=5000, key_id="ANOTHER")) is None
+
+
+@pytest.mark.parametrize("remembering", [True, False])
+def test_a_connection_remembers_if_it_is_to(
+    remembering: bool,  # noqa: FBT001  a parameter of the test
+) -> None:
+    with SimulatedApns(credentials=CREDENTIALS, remembering=remembering) as apns:
+
+        async def run() -> list[int]:
+            now = int(time.time())
+            async with client_of(apns) as client, client_of(apns) as another:
+                return [
+                    (
+                        await which.post(
+                            f"/3/device/{TOKEN}",
+                            headers=good_headers(provider_token(issued_at=now - age)),
+                            content=b"{}",
+                        )
+                    ).status_code
+                    for which, age in (
+                        (client, 1500),
+                        (client, 1500),
+                        (client, 1490),
+                        (client, 1500),
+                        (client, 290),
+                        (client, 3700),
+                        (client, 290),
+                        (another, 290),
+                    )
+                ]
+
+        assert asyncio.run(run()) == (
+            [200, 200, 429, 200, 200, 403, 403, 200] if remembering else [200, 200, 200, 200, 200, 403, 200, 200]
+        )
+
+
+def test_a_key_that_is_revoked_is_known_no_more_and_another_can_be(apns: SimulatedApns) -> None:
+    another, guest = Credentials.generate(), Credentials.generate()
+
+    def push_with(credentials: Credentials) -> int | str:
+        token = provider_token(credentials, issued_at=int(time.time()))
+        [outcome] = push_one_by_one(apns, TOKEN, authorization=f"bearer {token}")
+        return outcome
+
+    assert [push_with(each) for each in (CREDENTIALS, another)] == [200, 403]
+    apns.trust(another)
+    apns.revoke()
+    apns.trust(guest, environment="sandbox")
+    assert [push_with(each) for each in (CREDENTIALS, another, guest)] == [403, 200, 403]
+    apns.revoke(another)
+    apns.trust(guest, topics=frozenset({"com.example.other"}))
+    assert [push_with(each) for each in (another, guest)] == [403, 403]
+    apns.trust(guest)
+    assert push_with(guest) == 200
+    assert [push.answer.reason if isinstance(push.answer, Reject) else "" for push in apns.journal] == [
+        "",
+        "InvalidProviderToken",
+        "InvalidProviderToken",
+        "",
+        "BadEnvironmentKeyInToken",
+        "InvalidProviderToken",
+        "UnrelatedKeyIdInToken",
+        "",
+    ]
+
+
+def test_a_token_registered_at_the_other_environment_is_a_bad_one(apns: SimulatedApns) -> None:
+    apns.register("C0" * 32, environment="sandbox")
+    apns.register(TOKEN, environment="production")
+
+    assert push_one_by_one(apns, "c0" * 32, TOKEN) == [400, 200]
+    assert apns.journal[0].answer == Reject(400, "BadDeviceToken")
+
+
+@pytest.mark.parametrize(
+    ("ahead", "status", "reason"),
+    [
+        (0, 200, None),
+        (3500, 200, None),
+        (3700, 403, "ExpiredProviderToken"),
+        (-120, 403, "InvalidProviderToken"),
+        (None, 200, None),
+    ],
+)
+def test_its_clock_may_differ_and_then_its_answers_are_dated(
+    ahead: float | None, status: int, reason: str | None
+) -> None:
+    with SimulatedApns(credentials=CREDENTIALS, ahead=ahead) as apns:
+
+        async def run() -> httpx.Response:
+            async with client_of(apns) as client:
+                return await post(client)
+
+        answer = asyncio.run(run())
+
+        assert answer.status_code == status
+        assert (answer.json()["reason"] if reason else None) == reason
+        if ahead is None:
+            assert "date" not in answer.headers
+        else:
+            date = parsedate_to_datetime(answer.headers["date"])
+            assert abs((date - datetime.now(UTC)).total_seconds() - ahead) < PATIENCE
+        assert abs((apns.journal[0].at - datetime.now(UTC)).total_seconds()) < PATIENCE, "the journal is dated by ours"
+
+
+def test_an_acceptance_may_have_a_body(apns: SimulatedApns) -> None:
+    apns.answer(TOKEN, Ok(body=b"as you wish"))
+
+    async def run() -> httpx.Response:
+        async with client_of(apns) as client:
+            return await post(client)
+
+    answer = asyncio.run(run())
+    assert (answer.status_code, answer.content) == (200, b"as you wish")
 
 
 def test_it_stops_at_once_whoever_is_still_connected() -> None:

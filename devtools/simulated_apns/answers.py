@@ -9,21 +9,25 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True, slots=True)
 class Ok:
-    """Accepted: 200 with an empty body."""
+    """Accepted: 200, with Apple's empty body or one that is not Apple's."""
 
     _: KW_ONLY
+    body: bytes = b""
     after: float = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """Rejected, in Apple's words. `body` replaces Apple's JSON where a test wants something that is not Apple's."""
+    """Rejected, in Apple's words. `body` replaces Apple's JSON where a test wants something that is not Apple's, and
+    `headers` are what Apple does not document and might send all the same: a Date, a Retry-After.
+    """
 
     status: int
     reason: str
     _: KW_ONLY
     timestamp: datetime | None = None
     body: bytes | None = None
+    headers: tuple[tuple[str, str], ...] = ()
     after: float = 0
 
     def __post_init__(self) -> None:

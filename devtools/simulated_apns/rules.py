@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Literal
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
@@ -17,6 +18,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
 
 from devtools.simulated_apns.answers import Reject
+
+type Environment = Literal["production", "sandbox"]
 
 TOPIC_SUFFIX = {
     "alert": "",
@@ -32,6 +35,7 @@ TOPIC_SUFFIX = {
     "widgets": ".push-type.widgets",
 }
 PROVIDER_TOKEN_LIFETIME = 3600  # seconds, Apple's
+RENEWAL_INTERVAL = 20 * 60  # seconds, Apple's
 CLOCK_SKEW = 60  # seconds; Apple names no number for a provider's clock that runs ahead
 
 _DEVICE_PATH = re.compile(r"/3/device(?:/([^/]*))?")
@@ -59,23 +63,76 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Provider:
-    """What Apple knows of the one that pushes."""
+class Key:
+    """A signing key that Apple has issued, and what it is good for: None is everything."""
 
     team_id: str
-    key_id: str
     public_key: ec.EllipticCurvePublicKey
+    topics: frozenset[str] | None = None
+    environment: Environment | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provider:
+    """What Apple knows of those that push."""
+
+    keys: Mapping[str, Key]  # by their ids
     topics: frozenset[str]
-    # The bundle id that a device token is registered for, where that is known; tokens in lower case.
+    environment: Environment = "production"
+    # The bundle id and the environment that a device token is registered for, where known; tokens in lower case.
     topic_of_token: Mapping[str, str] = field(default_factory=dict)
+    environment_of_token: Mapping[str, Environment] = field(default_factory=dict)
 
 
-def refusal(request: Request, provider: Provider, now: datetime) -> Reject | None:
+@dataclass(frozen=True, slots=True)
+class Signed:
+    """A provider token whose signature and date are good."""
+
+    key_id: str
+    team_id: str
+    issued_at: int
+
+
+@dataclass(slots=True)
+class Memory:
+    """What Apple remembers of one connection."""
+
+    team_id: str | None = None  # it belongs to the team that first pushed on it
+    issued_at: dict[str, int] = field(default_factory=dict)  # by key id, of the provider token in use
+    expired: bool = False
+    # What a key may not do, by its id. If it may by now, it still may not here: that was settled at the first push.
+    unfit: dict[str, str] = field(default_factory=dict)
+
+    def fault(self, signed: Signed) -> Reject | None:
+        """Find what speaks against a provider token that would be good on a new connection."""
+        if self.expired:  # whatever comes after an expired one: seen in the wild, documented nowhere
+            return Reject(403, "ExpiredProviderToken")
+        if self.team_id not in (None, signed.team_id):
+            return Reject(403, "InvalidProviderToken")
+        if 0 < signed.issued_at - self.issued_at.get(signed.key_id, signed.issued_at) < RENEWAL_INTERVAL:
+            return Reject(429, "TooManyProviderTokenUpdates")
+        if unfit := self.unfit.get(signed.key_id):
+            return Reject(403, unfit)
+        return None
+
+    def note(self, signed: Signed | None, reason: str) -> None:
+        """Remember a push by its provider token, if that was good, and by the reason of its refusal, if it was."""
+        self.expired = self.expired or reason == "ExpiredProviderToken"
+        if signed is None or self.fault(signed):
+            return
+        self.team_id = signed.team_id
+        self.issued_at[signed.key_id] = signed.issued_at
+        if reason in ("BadEnvironmentKeyInToken", "UnrelatedKeyIdInToken"):
+            self.unfit[signed.key_id] = reason
+
+
+def refusal(request: Request, provider: Provider, now: datetime, memory: Memory | None = None) -> Reject | None:
     """Find the first rule that the push breaks, if any."""
-    return next((Reject(status, reason) for status, reason, broken in _checks(request, provider, now) if broken), None)
+    checks = _checks(request, provider, now, memory or Memory())
+    return next((Reject(status, reason) for status, reason, broken in checks if broken), None)
 
 
-def _checks(request: Request, provider: Provider, now: datetime) -> Iterator[tuple[int, str, bool]]:
+def _checks(request: Request, provider: Provider, now: datetime, memory: Memory) -> Iterator[tuple[int, str, bool]]:
     """(status, reason, whether the push breaks it). Lazy: each check may lean on all before it having passed."""
     yield 405, "MethodNotAllowed", request.method != "POST"
 
@@ -88,8 +145,15 @@ def _checks(request: Request, provider: Provider, now: datetime) -> Iterator[tup
     yield 400, "DuplicateHeaders", len(set(ours)) < len(ours)
 
     headers = dict(request.headers)
-    fault = provider_token_fault(headers.get("authorization"), provider, now)
-    yield 403, str(fault), fault is not None
+    signed = verified(headers.get("authorization"), provider, now)
+    if isinstance(signed, str):
+        yield 403, signed, True
+        return
+    if fault := memory.fault(signed):
+        yield fault.status, fault.reason, True
+    key = provider.keys[signed.key_id]
+    # As the wire spells it, not as Apple's page does.
+    yield 403, "BadEnvironmentKeyInToken", key.environment not in (None, provider.environment)
 
     # Apple requires the type for watchOS only, and does not say what a push without one is: an alert, we assume.
     push_type = headers.get("apns-push-type", "alert")
@@ -101,6 +165,9 @@ def _checks(request: Request, provider: Provider, now: datetime) -> Iterator[tup
     yield 400, "BadTopic", topic in fits_another_type
     yield 400, "TopicDisallowed", topic not in fits
     bundle_id = topic.removesuffix(TOPIC_SUFFIX[push_type])
+    yield 403, "UnrelatedKeyIdInToken", key.topics is not None and bundle_id not in key.topics
+    registered_at = provider.environment_of_token.get(token.lower(), provider.environment)
+    yield 400, "BadDeviceToken", registered_at != provider.environment
     yield 400, "DeviceTokenNotForTopic", provider.topic_of_token.get(token.lower(), bundle_id) != bundle_id
 
     priority = headers.get("apns-priority", "10")  # Apple's default, and so an error for a background push
@@ -125,35 +192,39 @@ def is_canonical_uuid(text: str) -> bool:
     return _CANONICAL_UUID.fullmatch(text) is not None
 
 
-def provider_token_fault(authorization: str | None, provider: Provider, now: datetime) -> str | None:
-    """Apple's reason to refuse the provider token, if any. Verified without a JWT library, so that a fault of the
-    library that signs cannot excuse itself.
+def verified(authorization: str | None, provider: Provider, now: datetime) -> Signed | str:
+    """Read the provider token, or give Apple's reason to refuse it. Verified without a JWT library, so that a fault of
+    the library that signs cannot excuse itself.
     """
     scheme, _, token = (authorization or "").partition(" ")
     if scheme.lower() != "bearer" or not token:
         return "MissingProviderToken"
-    match _verified_claims(token, provider):
-        case {"iss": provider.team_id, "iat": int(issued_at)} if not isinstance(issued_at, bool):
+    key_id, claims = _verified_claims(token, provider.keys)
+    match claims:
+        case {"iss": str(team_id), "iat": int(issued_at)} if not isinstance(issued_at, bool):
             age = int(now.timestamp()) - issued_at
         case _:
             return "InvalidProviderToken"
+    if team_id != provider.keys[key_id].team_id:
+        return "InvalidProviderToken"
     if age > PROVIDER_TOKEN_LIFETIME:
         return "ExpiredProviderToken"
-    return "InvalidProviderToken" if age < -CLOCK_SKEW else None
+    return "InvalidProviderToken" if age < -CLOCK_SKEW else Signed(key_id, team_id, issued_at)
 
 
-def _verified_claims(token: str, provider: Provider) -> object:
+def _verified_claims(token: str, keys: Mapping[str, Key]) -> tuple[str, object]:
     parts = _JWT.fullmatch(token)
     if parts is None:
-        return None
+        return "", None
     try:
         header, claims, signature = (base64.urlsafe_b64decode(part + "=" * (-len(part) % 4)) for part in parts.groups())
         match json.loads(header):
-            case {"alg": "ES256", "kid": provider.key_id} if len(signature) == 64:
+            case {"alg": "ES256", "kid": str(key_id)} if len(signature) == 64 and key_id in keys:
                 der = encode_dss_signature(int.from_bytes(signature[:32]), int.from_bytes(signature[32:]))
-                provider.public_key.verify(der, token.rpartition(".")[0].encode(), ec.ECDSA(hashes.SHA256()))
-                return json.loads(claims)
+                signed = token.rpartition(".")[0].encode()
+                keys[key_id].public_key.verify(der, signed, ec.ECDSA(hashes.SHA256()))
+                return key_id, json.loads(claims)
             case _:
-                return None
+                return "", None
     except (ValueError, RecursionError, InvalidSignature):
-        return None
+        return "", None

@@ -3,10 +3,12 @@
 import tempfile
 import threading
 import uuid
+from collections import defaultdict
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from pathlib import Path
-from typing import Literal, Self, assert_never
+from typing import Self, assert_never
 
 from h2.exceptions import ProtocolError
 
@@ -15,9 +17,17 @@ from devtools.simulated_apns.certificates import Authority
 from devtools.simulated_apns.connection import Connection
 from devtools.simulated_apns.credentials import Credentials
 from devtools.simulated_apns.listener import Listener
-from devtools.simulated_apns.rules import Provider, Request, is_canonical_uuid, provider_token_fault, refusal
-
-type Environment = Literal["production", "sandbox"]
+from devtools.simulated_apns.rules import (
+    Environment,
+    Key,
+    Memory,
+    Provider,
+    Request,
+    Signed,
+    is_canonical_uuid,
+    refusal,
+    verified,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +51,13 @@ class SimulatedApns:
     `one_stream_until_authorized`: a connection may have one stream until a request with a valid provider token was
     received on it, as with Apple; then `max_concurrent_streams`.
 
+    `remembering`: a connection remembers, as with Apple, whose it is and how its provider token has fared: it takes no
+    second team, no token within 20 minutes of the one before, nothing after an expired one, and a key that was unfit
+    stays so.
+
+    `ahead`: by how many seconds its clock is ahead of ours; each answer then has a date. None, since Apple documents
+    no date: the clock is right, and the answers have none.
+
     `connected`, `violated` and `received` are for its connections, in the thread of their loop.
     """
 
@@ -53,11 +70,14 @@ class SimulatedApns:
         authority: Authority | None = None,
         max_concurrent_streams: int = 1000,
         one_stream_until_authorized: bool = False,
+        remembering: bool = False,
+        ahead: float | None = None,
     ) -> None:
         self.topics = topics
         self.environment: Environment = environment
         self.credentials = credentials or Credentials.generate()
         self.authority = authority or Authority.generate()
+        self.ahead = ahead
         self._max_concurrent_streams = max_concurrent_streams
         self._streams_at_first = 1 if one_stream_until_authorized else max_concurrent_streams
         # The condition guards all that follows: tests read and tell in their thread, connections live in another.
@@ -68,13 +88,18 @@ class SimulatedApns:
         self._topic_of_token: dict[str, str] = {}
         self._connections = 0
         self._violations: list[str] = []
+        self._environment_of_token: dict[str, Environment] = {}
+        self._keys: dict[str, Key] = {}
+        self._remembering = remembering
+        self._memories: defaultdict[int, Memory] = defaultdict(Memory)  # by connection
         self._provider = Provider(
-            team_id=self.credentials.team_id,
-            key_id=self.credentials.key_id,
-            public_key=self.credentials.key.public_key(),
+            keys=self._keys,
             topics=topics,
+            environment=environment,
             topic_of_token=self._topic_of_token,
+            environment_of_token=self._environment_of_token,
         )
+        self.trust(self.credentials)
 
     def __enter__(self) -> Self:
         self._directory = tempfile.TemporaryDirectory(prefix="simulated-apns-")
@@ -124,10 +149,38 @@ class SimulatedApns:
         with self._changed:
             self._told_to_all = Told(answers, before_checks=before_checks)
 
-    def register(self, token: str, topic: str) -> None:
-        """Let the token be this app's: a push to it for another bundle id gets DeviceTokenNotForTopic."""
+    def register(self, token: str, topic: str | None = None, environment: Environment | None = None) -> None:
+        """Let the token be this app's, and be of this environment: a push to it for another bundle id gets
+        DeviceTokenNotForTopic, and one by way of the other environment's host BadDeviceToken.
+        """
         with self._changed:
-            self._topic_of_token[token.lower()] = topic
+            if topic is not None:
+                self._topic_of_token[token.lower()] = topic
+            if environment is not None:
+                self._environment_of_token[token.lower()] = environment
+
+    def trust(
+        self,
+        credentials: Credentials,
+        *,
+        topics: frozenset[str] | None = None,
+        environment: Environment | None = None,
+    ) -> None:
+        """Know this key, too, be it of the same team or of another, as good for these topics and this environment. For
+        others it gets UnrelatedKeyIdInToken and BadEnvironmentKeyInToken.
+        """
+        with self._changed:
+            self._keys[credentials.key_id] = Key(
+                team_id=credentials.team_id,
+                public_key=credentials.key.public_key(),
+                topics=topics,
+                environment=environment,
+            )
+
+    def revoke(self, credentials: Credentials | None = None) -> None:
+        """Know this key no more, or with none named its own: InvalidProviderToken."""
+        with self._changed:
+            del self._keys[(credentials or self.credentials).key_id]
 
     @property
     def journal(self) -> list[Push]:
@@ -176,10 +229,17 @@ class SimulatedApns:
 
     def received(self, connection: Connection, stream_id: int, request: Request) -> None:
         now = datetime.now(UTC)
+        its_now = now + timedelta(seconds=self.ahead or 0)
         apns_id = request.header("apns-id") or ""
         if not is_canonical_uuid(apns_id):
             apns_id = str(uuid.uuid4())
         with self._changed:
+            one_stream = connection.max_concurrent_streams < self._max_concurrent_streams
+            signed = None
+            if self._remembering or one_stream:  # else nobody asks, and to verify it a second time costs the most
+                signed = verified(request.header("authorization"), self._provider, its_now)
+            memory = self._memories[connection.number]
+            refused = refusal(request, self._provider, its_now, memory)
             push = Push(
                 apns_id=apns_id,
                 token=request.device_token,
@@ -188,35 +248,37 @@ class SimulatedApns:
                 environment=self.environment,
                 connection=connection.number,
                 at=now,
-                answer=self._decide(request, now),
+                answer=self._decide(request.device_token, refused),
             )
+            if self._remembering:  # what its own rules said; what it was told to say leaves no trace
+                memory.note(signed if isinstance(signed, Signed) else None, refused.reason if refused else "")
             if not isinstance(push.answer, Hangup) or push.answer.received:
                 self._journal.append(push)
                 self._changed.notify_all()
-        if (
-            connection.max_concurrent_streams < self._max_concurrent_streams
-            and provider_token_fault(request.header("authorization"), self._provider, now) is None
-        ):
+        if one_stream and isinstance(signed, Signed):
             connection.allow_streams(self._max_concurrent_streams)
         self._give(push, connection, stream_id)
 
-    def _decide(self, request: Request, now: datetime) -> Answer:
-        told = self._told.get(request.device_token.lower(), self._told_to_all)
-        if told and told.before_checks:
+    def _decide(self, token: str, refused: Reject | None) -> Answer:
+        told = self._told.get(token.lower(), self._told_to_all)
+        if told and (told.before_checks or not refused):
             return told.next()
-        return refusal(request, self._provider, now) or (told.next() if told else Ok())
+        return refused or Ok()
 
     def _give(self, push: Push, connection: Connection, stream_id: int) -> None:
         headers = [("apns-id", push.apns_id)]
+        if self.ahead is not None:
+            headers.append(("date", format_datetime(datetime.now(UTC) + timedelta(seconds=self.ahead), usegmt=True)))
         match push.answer:
             case Silence():
                 pass
-            case Ok(after=after):
+            case Ok(body=body, after=after):
                 if self.environment == "sandbox":
                     headers.append(("apns-unique-id", str(uuid.uuid4())))
-                connection.after(after, lambda: connection.respond(stream_id, 200, headers))
+                connection.after(after, lambda: connection.respond(stream_id, 200, headers, body))
             case Reject(status=status, after=after) as reject:
                 content = reject.content()
+                headers += reject.headers
                 connection.after(after, lambda: connection.respond(stream_id, status, headers, content))
             case Reset(code=code, after=after):
                 connection.after(after, lambda: connection.reset(stream_id, code))

@@ -94,6 +94,11 @@ class Apns:
         for environment, line in list(self._lines.items()):
             await self._retire(environment, line)
 
+    @property
+    def uses_former_key(self) -> bool:
+        """Whether APNs has refused the key that the secret holds, so that the last good one is used."""
+        return self._key != self._secret
+
     def topic(self, push: Push) -> str:
         """Give the apns-topic that the push will carry."""
         return topic_of(push, self._key.topic)
@@ -270,16 +275,17 @@ async def _body(response: httpx.Response) -> bytes:
     return body
 
 
-_SPOILING = {"ExpiredProviderToken", "TooManyProviderTokenUpdates", "UnrelatedKeyIdInToken", "IdleTimeout"}
+_SPOILING = {"TooManyProviderTokenUpdates", "IdleTimeout"}
 
 
 def _spoils(answer: Answer) -> bool:
     """Whether the connection is of no more use.
 
-    After a 500, and after a provider token has expired, connections were seen to refuse whatever came next; and which
-    topics a key may push to is settled when the connection is made.
+    After a 500, and after a provider token has expired, connections were seen to refuse whatever came next. And what a
+    key is good for, topics and environment, is settled when the connection is made, so that what is mended at Apple's
+    counts on a new one only: hence after every 403, of which a drain has one.
     """
-    return isinstance(answer, Rejected) and (answer.status >= 500 or answer.reason in _SPOILING)
+    return isinstance(answer, Rejected) and (answer.status == 403 or answer.status >= 500 or answer.reason in _SPOILING)
 
 
 def _answer(response: httpx.Response, body: bytes) -> Answer:

@@ -178,6 +178,11 @@ class _Warm:
         finally:
             if gateway is not None:
                 await gateway.end()
+        if gateway is not None and gateway.uses_former_key:
+            logger.warning(
+                "APNs does not know the key that the secret holds; the last good key is used",
+                extra={"secret_id": self.settings.apns_secret_id},
+            )
         return _Drained(tally, backlog, witness)
 
     async def _gateway(self, key: SigningKey | Unconfigured) -> Apns | None:

@@ -19,16 +19,17 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+import jwt
 import psycopg
 import pytest
 from psycopg.rows import namedtuple_row
 
 from devtools.secrets_manager import LocalSecretsManager
-from devtools.simulated_apns import Answer, SimulatedApns
+from devtools.simulated_apns import Answer, Credentials, Push, SimulatedApns
 from devtools.simulated_apns.connection import Connection
 from devtools.simulated_apns.rules import Request
 from handlers import drain
@@ -76,6 +77,20 @@ class Invocation:
         self.left -= seconds
 
 
+@dataclass(slots=True)
+class Time:
+    """The handler's `time`, to be moved."""
+
+    ahead: float = 0.0  # of the wall clock
+    elapsed: float = 0.0  # more than really was
+
+    def time(self) -> float:
+        return time.time() + self.ahead
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.elapsed
+
+
 class HeldApns(SimulatedApns):
     """A simulated APNs that can keep its answers back: a push is in flight for exactly as long as a test needs."""
 
@@ -83,14 +98,15 @@ class HeldApns(SimulatedApns):
         super().__init__(**options)
         self._lock = threading.Lock()
         self._holding = False
+        self._before_holding = 0
         self._kept: list[tuple[Connection, Callable[[], None]]] = []
         self._seen: set[Connection] = set()
         self._turns: asyncio.AbstractEventLoop | None = None
 
-    def hold(self) -> None:
-        """Answer nothing that comes from now on."""
+    def hold(self, *, after: int = 0) -> None:
+        """Answer `after` more pushes, which is proof that it works, and then nothing that comes."""
         with self._lock:
-            self._holding = True
+            self._holding, self._before_holding = True, after
 
     def answer_again(self) -> None:
         """Answer what comes from now on; what was kept back stays so."""
@@ -134,6 +150,9 @@ class HeldApns(SimulatedApns):
 
     def _keep(self, connection: Connection, act: Callable[[], None]) -> bool:
         with self._lock:
+            if self._holding and self._before_holding:
+                self._before_holding -= 1
+                return False
             if self._holding:
                 self._kept.append((connection, act))
             return self._holding
@@ -185,9 +204,10 @@ class Stack:
     secrets: LocalSecretsManager
     secret_id: str
     monkeypatch: pytest.MonkeyPatch
-    capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str] | None  # of the test that runs now
     said: list[str] = field(default_factory=list)  # whatever left a handler, in any way
-    hidden: list[str] = field(default_factory=list)  # what must not be in it
+    hidden: list[str] = field(default_factory=list)  # what must not be in it: device tokens,
+    keys: list[str] = field(default_factory=list)  # and signing keys beside APNs' first
     word: str = field(default_factory=lambda: "word" + secrets.token_hex(6))  # is in each payload
     _environments: list[Handler] = field(default_factory=lambda: [cast(Handler, drain)])
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(thread_name_prefix="drain"))
@@ -205,6 +225,22 @@ class Stack:
         """Put this into the secret: text as it is, anything else as JSON."""
         self.secrets.put(self.secret_id, secret if isinstance(secret, str) else json.dumps(secret))
 
+    def issue(self, **good_for: Any) -> Credentials:  # noqa: ANN401  what `trust` takes
+        """Have Apple issue one more key to our team."""
+        key = replace(Credentials.generate(), team_id=self.apns.credentials.team_id)
+        self.apns.trust(key, **good_for)
+        return self.hide(key)
+
+    def hide(self, key: Credentials) -> Credentials:
+        """See that nothing is said of this key either."""
+        self.keys.append(key.private_key())
+        return key
+
+    def rotate(self, key: Credentials) -> None:
+        """Put this key into the secret."""
+        named = {"team_id": key.team_id, "key_id": key.key_id, "private_key": key.private_key()}
+        self.configure(self.apns.secret() | named)
+
     def device(
         self, user: str, *, token: str | None = None, environment: str = "production", topic: str | None = None
     ) -> tuple[int, str]:
@@ -219,13 +255,43 @@ class Stack:
         named = "".join(f", {name} => %s" for name in options)
         return int(self.one(f"SELECT enqueue_notification(%s, %s::jsonb{named})", user, payload, *options.values()))
 
-    def post(self, *answers: Answer, text: str = "", **options: object) -> Posted:
+    def post(
+        self,
+        *answers: Answer,
+        text: str = "",
+        environment: str = "production",
+        topic: str | None = None,
+        **options: object,
+    ) -> Posted:
         """Queue a delivery to a new user with one device, to whose token APNs is to answer this (200 if nothing)."""
         user = f"user-{secrets.token_hex(4)}"
-        push_token_id, token = self.device(user)
+        push_token_id, token = self.device(user, environment=environment, topic=topic)
         if answers:
             self.apns.answer(token, *answers)
         return Posted(self.enqueue(user, text=text, **options), user, token, push_token_id)
+
+    def post_many(
+        self, count: int, *, environment: str = "production", topic: str | None = None, **columns: object
+    ) -> list[Posted]:
+        """Queue so many in three statements, each to a new user with one device. `columns` are the deliveries' own."""
+        tokens = [secrets.token_hex(32) for _ in range(count)]
+        self.hidden += tokens
+        users = [f"user-{token[:8]}" for token in tokens]
+        devices = self.db.execute(
+            "INSERT INTO push_token (user_id, token, environment, topic) SELECT *, %s, %s FROM"
+            " unnest(%s::text[], %s::text[]) RETURNING token, id",
+            [environment, topic, users, tokens],
+        ).fetchall()
+        named = "".join(f", {name}" for name in columns)
+        deliveries = self.db.execute(
+            f"INSERT INTO notification_delivery (user_id, payload{named})"
+            f" SELECT u, %s::jsonb{', %s' * len(columns)} FROM unnest(%s::text[]) u RETURNING user_id, id",
+            [json.dumps({"aps": {"alert": self.word}}), *columns.values(), users],
+        ).fetchall()
+        device_of, delivery_of = dict(devices), dict(deliveries)
+        return [
+            Posted(delivery_of[user], user, token, device_of[token]) for user, token in zip(users, tokens, strict=True)
+        ]
 
     def another_environment(self) -> Handler:
         self._environments.append(another_environment())
@@ -337,7 +403,17 @@ class Stack:
         self._read()
         return [line for line in self._log_read if "_aws" in line]
 
+    def share(self, capsys: pytest.CaptureFixture[str] | None) -> None:
+        """Hand it to the next test of a module that shares it, or with None take it from the one before."""
+        self._read()
+        self.capsys = capsys
+        self._log_read.clear()
+        self._note_what_is_stored()
+        self.db.execute("TRUNCATE notification_delivery, push_token, recipient")
+
     def _read(self) -> None:
+        if self.capsys is None:
+            return
         out, err = self.capsys.readouterr()
         self.said += [out, err]
         self._log_read += [json.loads(line) for line in out.splitlines()]
@@ -364,21 +440,22 @@ class Stack:
     def assert_discreet(self) -> None:
         """See that no device token, nor 16 characters of one, no key, no provider token, no payload was said."""
         with suppress(psycopg.OperationalError):  # a test that failed may have left the server down
-            self.said += [
-                str(line) for line in self.db.execute("SELECT reason, last_error FROM notification_delivery").fetchall()
-            ]
-            self.said += [str(line) for line in self.db.execute("SELECT invalid_reason FROM push_token").fetchall()]
+            self._note_what_is_stored()
         said = "\n".join(self.said)
         hexes = " ".join(re.findall("[0-9a-f]{16,}", said.lower()))  # the only places where 16 of a token can be
         for token in self.hidden:
             parts = {token[at : at + 16].lower() for at in range(max(len(token) - 15, 1))}
             assert not [part for part in parts if part in hexes], "a device token was said"
-        key = self.apns.credentials.private_key()
-        assert not [line for line in key.splitlines()[1:-1] if line in said], "the signing key was said"
+        for key in (self.apns.credentials.private_key(), *self.keys):
+            assert not [line for line in key.splitlines()[1:-1] if line in said], "a signing key was said"
         for push in self.apns.journal:
             for part in push.headers.get("authorization", "").removeprefix("bearer ").split("."):
                 assert len(part) < 16 or part not in said, "a provider token was said"
         assert self.word not in said, "a payload was said"
+
+    def _note_what_is_stored(self) -> None:
+        for stored in ("reason, last_error FROM notification_delivery", "invalid_reason FROM push_token"):
+            self.said += [str(line) for line in self.db.execute(f"SELECT {stored}").fetchall()]
 
 
 def adds_up(tally: dict[str, int]) -> dict[str, int]:
@@ -392,3 +469,8 @@ def only(**counts: int) -> dict[str, int]:
     """Make a tally of these counts and else zeros."""
     assert counts.keys() <= set(TALLY)
     return dict.fromkeys(TALLY, 0) | counts
+
+
+def signed_by(push: Push) -> str:
+    """Say which key has signed it, by its id."""
+    return str(jwt.get_unverified_header(push.headers["authorization"].removeprefix("bearer "))["kid"])

@@ -2,7 +2,9 @@
 
 import io
 import logging
+import secrets
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -11,8 +13,10 @@ import pytest
 
 from devtools.local_postgres import LocalPostgres
 from devtools.secrets_manager import LocalSecretsManager
-from tests.support.database import Database
-from tests.support.handler import Everything, HeldApns, Stack
+from devtools.simulated_apns import SimulatedApns
+from handlers import drain
+from tests.support.database import Database, create, drop
+from tests.support.handler import Everything, HeldApns, Stack, Time
 
 
 class _StandardOutput(io.TextIOBase):
@@ -33,10 +37,10 @@ def _stack(
     database: Database,
     secrets_manager: LocalSecretsManager,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str] | None,
 ) -> Iterator[Stack]:
     with ExitStack() as ends:
-        apns = ends.enter_context(HeldApns())
+        apns = ends.enter_context(HeldApns(one_stream_until_authorized=True, remembering=True))
         stack = Stack(
             database=database,
             db=psycopg.connect(database.dsn, autocommit=True),
@@ -101,3 +105,51 @@ def own_stack(
     """Put everything together, on a server of its own that may be stopped."""
     with _stack(Database.on(own_postgres, "postgres"), secrets_manager, monkeypatch, capsys) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def _shared_stack(
+    postgres: LocalPostgres,
+    admin: psycopg.Connection,
+    _template: str,
+    secrets_manager: LocalSecretsManager,
+) -> Iterator[Stack]:
+    name = f"shared_{secrets.token_hex(4)}"
+    create(admin, name, _template)
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        _stack(Database.on(postgres, name), secrets_manager, monkeypatch, None) as made,
+    ):
+        yield made
+    drop(admin, name)
+
+
+@pytest.fixture
+def shared_stack(_shared_stack: Stack, capsys: pytest.CaptureFixture[str]) -> Iterator[Stack]:
+    """Use what the module's tests before have left warm, with empty tables: a tenth of a `stack`'s time."""
+    _shared_stack.share(capsys)
+    yield _shared_stack
+    _shared_stack.share(None)
+
+
+@pytest.fixture
+def sandbox(stack: Stack) -> Iterator[SimulatedApns]:
+    """Have the sandbox beside: without it, one simulated APNs is both."""
+    with SimulatedApns(
+        environment="sandbox",
+        credentials=stack.apns.credentials,
+        authority=stack.apns.authority,
+        one_stream_until_authorized=True,
+        remembering=True,
+    ) as beside:
+        stack.setenv(APNS_SANDBOX_URL=beside.url)
+        yield beside
+
+
+@pytest.fixture
+def clocks(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> Time:
+    """Let a test move the handler's clocks. It is ten seconds past a half hour, to which provider tokens are dated."""
+    moved = Time(ahead=10 - time.time() % 1800)
+    monkeypatch.setattr(drain, "time", moved)
+    stack.apns.ahead = moved.ahead
+    return moved
