@@ -757,7 +757,6 @@ def test_a_connection_is_not_used_again_after_an_answer_that_spoils_it(apple: Ap
         (429, "TooManyRequests"),
         (413, "PayloadTooLarge"),
         (400, "TopicDisallowed"),
-        (403, "Forbidden"),
     ],
 )
 def test_a_connection_is_used_again_after_an_answer_about_the_delivery(apple: Apple, status: int, reason: str) -> None:

@@ -1,6 +1,8 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,9 @@ from core.answer import Accepted, Answer, Rejected, Unanswered, Unsendable
 from core.delivery import Delivery, Environment, Push
 from core.drain import Drain, Pace, Settled, Swept, Tally
 from core.proof import Fault
+from core.recipient import Recipient
 from core.verdict import (
+    Deferred,
     Failed,
     InvalidToken,
     Ladder,
@@ -59,7 +63,7 @@ def status_of(outcome: Outcome) -> str:
     match outcome:
         case Sent():
             return "sent"
-        case Retry() | Withheld() | Released():
+        case Retry() | Deferred() | Withheld() | Released():
             return "pending"
         case Failed():
             return "failed"
@@ -158,6 +162,7 @@ class Log:
     told: list[Settled | Swept] = field(default_factory=list)
     answers: list[tuple[int, Answer]] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
+    bad_zones: list[tuple[int, str]] = field(default_factory=list)
 
     def swept(self, swept: Swept) -> None:
         self.told.append(swept)
@@ -167,6 +172,9 @@ class Log:
 
     def withheld(self, fault: Fault) -> None:
         self.faults.append(fault)
+
+    def bad_time_zone(self, delivery: Delivery, time_zone: str) -> None:
+        self.bad_zones.append((delivery.id, time_zone))
 
     def settled(self, settled: Settled) -> None:
         self.told.append(settled)
@@ -231,6 +239,15 @@ def counts(scene: Scene) -> dict[str, int]:
 
 def deliveries(*numbers: int) -> list[Delivery]:
     return [a_delivery(number) for number in numbers]
+
+
+MIDNIGHT = datetime(2026, 6, 10, tzinfo=UTC).timestamp()
+
+
+def to_sleepers(*numbers: int, time_zone: str = "UTC", **changes: Any) -> list[Delivery]:  # noqa: ANN401  any field
+    """Make deliveries to people who sleep until seven, claimed at midnight."""
+    sleeper = Recipient(push_enabled=True, time_zone=time_zone, quiet_from=22 * 3600, quiet_until=7 * 3600)
+    return [replace(each, recipient=sleeper, claimed_at=MIDNIGHT, **changes) for each in deliveries(*numbers)]
 
 
 def test_with_nothing_due_it_looks_once_and_ends() -> None:
@@ -510,6 +527,83 @@ def test_rows_that_end_without_a_push_do_not_use_up_the_batch() -> None:
     assert scene.tally.pushed == 2
 
 
+# What recipients want.
+
+
+def test_what_its_recipient_does_not_want_now_is_settled_before_the_others_are_bound() -> None:
+    scene = Scene()
+    (declined,), (expired,) = to_sleepers(2), to_sleepers(3, is_expired=True)
+    assert declined.recipient
+    declined = replace(declined, recipient=replace(declined.recipient, push_enabled=False))
+    scene.outbox.claims = [[*deliveries(1), declined, expired, *to_sleepers(4), *deliveries(5)]]
+
+    drained(scene)
+
+    assert scene.noted("bind") == ["bind 1 5"]
+    assert scene.noted("push") == ["push 1", "push 5"]
+    assert scene.outbox.outcomes == {
+        1: Sent(),
+        2: Skipped(Skip.OPTED_OUT),
+        3: Skipped(Skip.EXPIRED),
+        4: Deferred(7 * 3600 + 30.0),  # of the minute in which a city wakes the dice gave half
+        5: Sent(),
+    }
+    assert counts(scene) == {"claimed": 5, "pushed": 2, "sent": 2, "skipped": 2, "deferred": 1}
+
+
+def test_where_nobody_wants_anything_nothing_is_bound() -> None:
+    scene = Scene()
+    scene.outbox.claims = [to_sleepers(1, 2)]
+
+    drained(scene)
+
+    assert scene.noted("bind") == []
+    assert counts(scene) == {"claimed": 2, "deferred": 2}
+
+
+def test_what_is_not_wanted_now_does_not_use_up_the_batch() -> None:
+    scene = Scene(pace=Pace(batch_size=2, max_batches=1, lease_seconds=120))
+    crowd = [to_sleepers(n, n + 1, is_expired=n % 4 == 0) for n in range(2, 202, 2)]
+    scene.outbox.claims = [*crowd, deliveries(1001, 1002), deliveries(1003)]
+
+    drained(scene)
+
+    assert scene.noted("push") == ["push 1001", "push 1002"]
+    assert counts(scene) == {"claimed": 202, "pushed": 2, "sent": 2, "skipped": 100, "deferred": 100}
+
+
+def test_without_a_key_nobody_is_asked_what_they_want() -> None:
+    """Or what is deferred now would be pushed when there is a key, and it was inserted before there was one."""
+    scene = Scene(configured=False)
+    scene.outbox.claims = [[*to_sleepers(1), *to_sleepers(2, time_zone="Mars"), *to_sleepers(3, is_expired=True)]]
+
+    drained(scene)
+
+    assert scene.outbox.outcomes == dict.fromkeys((1, 2, 3), Skipped(Skip.UNCONFIGURED))
+    assert scene.log.bad_zones == []
+
+
+def test_whose_time_zone_is_none_is_pushed_and_it_is_told() -> None:
+    scene = Scene()
+    scene.outbox.claims = [[*to_sleepers(1), *to_sleepers(2, time_zone="Mars/Olympus_Mons"), *to_sleepers(3)]]
+
+    drained(scene)
+
+    assert scene.noted("push") == ["push 2"]
+    assert scene.log.bad_zones == [(2, "Mars/Olympus_Mons")]
+    assert counts(scene) == {"claimed": 3, "pushed": 1, "sent": 1, "deferred": 2}
+
+
+def test_a_suspect_that_is_not_wanted_now_is_not_bound_either() -> None:
+    scene = Scene()
+    scene.outbox.suspects = [*to_sleepers(90), *deliveries(91)]
+
+    drained(scene)
+
+    assert scene.noted("bind") == ["bind 91"]
+    assert counts(scene) == {"claimed": 2, "pushed": 1, "sent": 1, "deferred": 1}
+
+
 # Suspects.
 
 
@@ -784,6 +878,8 @@ INVALID = InvalidToken("Unregistered", "", a_device(), None, RETRY)
         (Skipped(Skip.NO_PUSH_TOKEN), "skipped", "skipped"),
         (Skipped(Skip.UNCONFIGURED), "skipped", "skipped"),
         (Skipped(Skip.UNCONFIGURED), None, "lease_lost"),
+        (Deferred(1.0), "pending", "deferred"),
+        (Deferred(1.0), None, "lease_lost"),
         (WITHHELD, "pending", "withheld"),
         (WITHHELD, None, "lease_lost"),
         (Released(), "pending", "released"),
@@ -827,6 +923,9 @@ ROW = st.sampled_from(
         "unsendable",
         "lost",
         "two",
+        "asleep",
+        "bad zone",
+        "expired",
     ]
 )
 
@@ -872,6 +971,12 @@ def test_every_row_that_was_claimed_is_counted_exactly_once(
                     scene.outbox.status[number] = None
                 case "two":
                     scene.outbox.devices[number] = [a_push(number), a_push(number + 1000)]
+                case "asleep":
+                    batch[-1:] = to_sleepers(number)
+                case "bad zone":
+                    batch[-1:] = to_sleepers(number, time_zone="Mars")
+                case "expired":
+                    batch[-1:] = to_sleepers(number, is_expired=True)
         scene.outbox.claims.append(batch)
 
     drained(scene)

@@ -20,7 +20,7 @@ from core.database import Database as Connected
 from core.delivery import Delivery, Device, Environment, Lease, Push
 from core.outbox import SWEEP_LIMIT, storable
 from core.settings import DatabaseUrl
-from core.verdict import Failed, Outcome, Released, Retry, Sent, Skip, Skipped, Withheld
+from core.verdict import Deferred, Failed, Outcome, Released, Retry, Sent, Skip, Skipped, Withheld
 from devtools.local_postgres import LocalPostgres
 from tests.support.database import Database, create, drop
 from tests.support.outbox import (
@@ -48,6 +48,7 @@ OUTCOMES: Mapping[str, Callable[[Push], Outcome]] = {
     "sent": lambda _: Sent(),
     "retry": lambda _: Retry("timeout", "No answer came.", 45.0),
     "withheld": lambda _: Withheld("TopicDisallowed", "The topic is not ours.", 300.0),
+    "deferred": lambda _: Deferred(28_800.0),
     "failed": lambda _: Failed("PayloadTooLarge", "It is too large."),
     "invalid_token": lambda push: gone(push.device),
     "skipped": lambda _: Skipped(Skip.NO_PUSH_TOKEN),
@@ -856,6 +857,14 @@ def test_any_mix_of_outcomes_is_written_as_it_was_said(
         "sent": ("sent", None, None, 1, lease, now),
         "retry": ("pending", "timeout", "No answer came.", 1, now + timedelta(seconds=45), None),
         "withheld": ("pending", "TopicDisallowed", "The topic is not ours.", 0, now + timedelta(seconds=300), None),
+        "deferred": (
+            "pending",
+            "quiet_hours",
+            "It is quiet hours where the recipient is.",
+            0,
+            now + timedelta(hours=8),
+            None,
+        ),
         "failed": ("failed", "PayloadTooLarge", "It is too large.", 1, lease, None),
         "invalid_token": ("invalid_token", "Unregistered", "APNs answered 410 Unregistered.", 1, lease, None),
         "skipped": (
@@ -935,7 +944,7 @@ def test_a_claim_a_binding_a_settle_and_a_release_are_one_statement_each_however
         pushes = drain.bind(claimed)
         assert len(pushes) == 2 * rows
         everything = [
-            (push.delivery, list(OUTCOMES.values())[n % 6](push))  # the first six are settle.sql's
+            (push.delivery, list(OUTCOMES.values())[n % 7](push))  # the first seven are settle.sql's
             for n, push in enumerate(pushes)
         ]
         assert len(drain.settle(everything)) == 2 * rows
@@ -994,6 +1003,7 @@ def test_a_settle_sent_again_changes_nothing(
         # These have a date that was written down with the lease gone: nobody can tell any more who did it.
         "retry": None,
         "withheld": None,
+        "deferred": None,
         "released": None,
     }
 
@@ -1097,7 +1107,7 @@ def test_what_the_newer_holder_says_after_a_late_acceptance_changes_nothing(
         before, tokens = whole_rows(db), whole_rows(db, "push_token")
 
         said = [(push.delivery, outcome(push)) for push, outcome in zip(pushes, OUTCOMES.values(), strict=True)]
-        assert [each.status for each in newer.settle(said)] == ["sent"] + [None] * 6
+        assert [each.status for each in newer.settle(said)] == ["sent"] + [None] * (len(OUTCOMES) - 1)
     assert whole_rows(db) == before
     assert whole_rows(db, "push_token") == tokens
 
@@ -1127,7 +1137,7 @@ def test_two_claims_in_the_same_microsecond_are_told_apart_by_their_count(
         before = whole_rows(db)
 
         said = [(p.delivery, outcome(p)) for p, outcome in zip(held, OUTCOMES.values(), strict=True)]
-        assert [each.status for each in first.settle(said[1:])] == [None] * 6
+        assert [each.status for each in first.settle(said[1:])] == [None] * (len(OUTCOMES) - 1)
         assert first.bind([push.delivery for push in held]) == []
     assert whole_rows(db) == before
 
@@ -1144,7 +1154,7 @@ def test_a_row_that_nobody_holds_is_not_settled_even_when_it_is_due_at_the_very_
         before, tokens = whole_rows(db), whole_rows(db, "push_token")
 
         said = [(push.delivery, outcome(push)) for push, outcome in zip(held, OUTCOMES.values(), strict=True)]
-        assert [each.status for each in late.settle(said[1:-1])] == [None] * 5
+        assert [each.status for each in late.settle(said[1:-1])] == [None] * (len(OUTCOMES) - 2)
     assert whole_rows(db) == before
     assert whole_rows(db, "push_token") == tokens
 
@@ -1629,13 +1639,13 @@ def ways_in(plan: list[dict[str, Any]]) -> set[str]:
 
 CROWD = 200_000
 DUE, LEASED, BY_ID = "notification_delivery_due", "notification_delivery_leased", "notification_delivery_pkey"
-DEVICES, DEVICE_BY_ID = "push_token_of_user", "push_token_pkey"
+DEVICES, DEVICE_BY_ID, RECIPIENT = "push_token_of_user", "push_token_pkey", "recipient_pkey"
 
 
 def crowded(
     postgres: LocalPostgres, admin: psycopg.Connection, template: str, state: LiteralString
 ) -> Iterator[psycopg.Connection]:
-    """Make a database with 200,000 deliveries and 20,000 devices whose statistics are fresh."""
+    """Make a database with 200,000 deliveries and the devices and wishes of 20,000 users. Its statistics are fresh."""
     create(admin, "crowded", template)
     try:
         with psycopg.connect(postgres.dsn("crowded"), autocommit=True) as connection:
@@ -1644,10 +1654,14 @@ def crowded(
                 " SELECT 'user' || g, lpad(to_hex(g), 64, '0'), 'production' FROM generate_series(1, 20000) g"
             )
             connection.execute(
+                "INSERT INTO recipient SELECT 'user' || g, 'Europe/Berlin', '22:00', '07:00'"
+                " FROM generate_series(1, 20000) g"
+            )
+            connection.execute(
                 "INSERT INTO notification_delivery"
                 f" (user_id, payload, status, reason, attempts, next_attempt_at, claimed_at) {state}".encode()
             )
-            connection.execute("VACUUM ANALYZE notification_delivery, push_token")
+            connection.execute("VACUUM ANALYZE notification_delivery, push_token, recipient")
             yield connection
     finally:
         drop(admin, "crowded")
@@ -1687,8 +1701,8 @@ DEVICE = Device(push_token_id=5, token="ab", environment=Environment.PRODUCTION,
 @pytest.mark.parametrize(
     ("verb", "expected"),
     [
-        (Session.claim, {DUE, BY_ID}),
-        (Session.claim_suspect, {LEASED, BY_ID}),
+        (Session.claim, {DUE, BY_ID, RECIPIENT}),
+        (Session.claim_suspect, {LEASED, BY_ID, RECIPIENT}),
         (Session.sweep, {LEASED, BY_ID}),
         (
             lambda drain: drain.bind(DELIVERIES),
@@ -1696,7 +1710,7 @@ DEVICE = Device(push_token_id=5, token="ab", environment=Environment.PRODUCTION,
         ),
         (
             lambda drain: drain.settle(
-                [(each, list(OUTCOMES.values())[n % 6](Push(each, DEVICE))) for n, each in enumerate(DELIVERIES)]
+                [(each, list(OUTCOMES.values())[n % 7](Push(each, DEVICE))) for n, each in enumerate(DELIVERIES)]
             ),
             {BY_ID},
         ),

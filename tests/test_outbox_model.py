@@ -28,6 +28,7 @@ from hypothesis.stateful import (
 from core.answer import Accepted, Answer, Rejected, Unanswered, Unbegun
 from core.delivery import Delivery, Device, Push
 from core.verdict import (
+    Deferred,
     Failed,
     InvalidToken,
     Ladder,
@@ -165,6 +166,9 @@ class Story:
             case Withheld(reason, _, delay):
                 row.reason, row.due = reason, self.now + round(delay * SECOND)
                 row.attempts -= 1
+            case Deferred(delay):
+                row.reason, row.due = "quiet_hours", self.now + round(delay * SECOND)
+                row.attempts -= 1
             case Failed(reason, _):
                 row.status, row.reason = "failed", reason
             case Skipped(why):
@@ -199,7 +203,7 @@ def wording(outcome: Outcome) -> tuple[str, str | None]:
             return "skipped", why.value
         case InvalidToken(reason=reason):
             return "invalid_token", reason
-        case Retry() | Withheld() | Released():
+        case Retry() | Deferred() | Withheld() | Released():
             return "pending", None
         case _:
             assert_never(outcome)
@@ -207,7 +211,7 @@ def wording(outcome: Outcome) -> tuple[str, str | None]:
 
 def delays(outcome: Outcome) -> int:
     match outcome:
-        case Retry(delay=delay) | Withheld(delay=delay) | InvalidToken(if_alive=Retry(delay=delay)):
+        case Retry(delay=delay) | Deferred(delay) | Withheld(delay=delay) | InvalidToken(if_alive=Retry(delay=delay)):
             return round(delay * SECOND)
         case _:
             return 0
@@ -215,6 +219,8 @@ def delays(outcome: Outcome) -> int:
 
 class Drains(RuleBasedStateMachine):
     world: ClassVar[World]
+    # What is said of a delivery before it is bound to a device.
+    UNWANTED: ClassVar[list[Outcome]] = [Deferred(60.0), *map(Skipped, set(Skip) - {Skip.NO_PUSH_TOKEN})]
 
     def __init__(self) -> None:
         super().__init__()
@@ -449,7 +455,7 @@ class Drains(RuleBasedStateMachine):
         for id_ in chosen:
             held = holds[id_]
             if not held.bound:
-                outcomes.append((held.delivery, Skipped(Skip.UNCONFIGURED)))
+                outcomes.append((held.delivery, data.draw(st.sampled_from(self.UNWANTED))))
             elif held.device is None:
                 outcomes.append((held.delivery, Skipped(Skip.NO_PUSH_TOKEN)))
             else:

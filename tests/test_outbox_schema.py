@@ -294,13 +294,14 @@ def test_the_statuses_the_table_knows_are_those_the_code_writes(db: psycopg.Conn
     written = set()
     with session(database) as drain:
         device = register(db)
-        enqueue(db, rows=5)
+        enqueue(db, rows=6)
         endings = (
             verdict.Sent(),
             verdict.Failed("timeout", "No answer."),
             verdict.InvalidToken("Unregistered", "Gone.", device, None, verdict.Failed("timeout", "No answer.")),
             verdict.Skipped(Skip.UNCONFIGURED),
             verdict.Retry("timeout", "No answer.", 60.0),
+            verdict.Deferred(60.0),
         )
         written = {each.status for each in drain.settle(list(zip(drain.claim(), endings, strict=True)))}
 

@@ -12,7 +12,7 @@ from core.answer import Accepted, Answer, Rejected, Unanswered, Unbegun, Unsenda
 from core.delivery import Environment, Push
 from core.proof import MASS_REFUSAL, OUTAGE_ERRORS, OUTAGE_TRANSPORTS, Decided, Fault, Proof
 from core.reasons import REASONS, Blame, blame, blames_the_topic
-from core.verdict import Failed, InvalidToken, Ladder, Outcome, Released, Retry, Sent, Skipped, Withheld
+from core.verdict import Deferred, Failed, InvalidToken, Ladder, Outcome, Released, Retry, Sent, Skipped, Withheld
 from tests.support.deliveries import a_delivery, a_push
 
 PRODUCTION, SANDBOX = Environment.PRODUCTION, Environment.SANDBOX
@@ -58,6 +58,8 @@ def sandbox(answer: Answer) -> Step:
 
 def word(outcome: Outcome) -> str:
     match outcome:
+        case Deferred():
+            return "deferred"
         case Sent():
             return "sent"
         case Retry():

@@ -4,6 +4,7 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from math import nextafter
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 
 from core.answer import Accepted, Answer, Rejected, Unanswered, Unbegun, Unsendable
 from core.reasons import REASONS, Blame
+from core.recipient import BadTimeZone, Recipient
 from core.verdict import (
+    Deferred,
     Failed,
     InvalidToken,
     Ladder,
@@ -19,7 +22,10 @@ from core.verdict import (
     Released,
     Retry,
     Sent,
+    Skip,
+    Skipped,
     Withheld,
+    before_push,
     jittered,
     judge,
     withhold,
@@ -329,3 +335,52 @@ def test_the_dice_are_handed_in_so_the_same_question_has_the_same_answer() -> No
 
     assert judge(push, OVERLOADED, LADDER, 0.3) == judge(push, OVERLOADED, LADDER, 0.3)
     assert judge(push, OVERLOADED, LADDER, 0.3) != judge(push, OVERLOADED, LADDER, 0.4)
+
+
+# Before a push.
+
+SLEEPER = Recipient(push_enabled=True, time_zone="Europe/Berlin", quiet_from=22 * 3600, quiet_until=7 * 3600)
+DECLINED = replace(SLEEPER, push_enabled=False)
+NOWHERE = replace(SLEEPER, time_zone="Mars/Olympus_Mons")
+IN_THE_NIGHT, AT_NOON = (datetime(2026, 6, 10, hour, tzinfo=UTC).timestamp() for hour in (1, 10))  # three, and twelve
+
+
+@pytest.mark.parametrize(
+    ("about", "outcome"),
+    [
+        pytest.param({}, None, id="nobody knows the recipient"),
+        pytest.param({"is_expired": True}, Skipped(Skip.EXPIRED), id="it has expired"),
+        pytest.param({"recipient": SLEEPER, "claimed_at": AT_NOON}, None, id="it is day"),
+        pytest.param({"recipient": SLEEPER}, Deferred(4 * 3600.0), id="it is night"),
+        pytest.param({"recipient": SLEEPER, "ignore_quiet_hours": True}, None, id="it wakes people up"),
+        pytest.param({"recipient": SLEEPER, "is_expired": True}, Skipped(Skip.EXPIRED), id="expired at night"),
+        pytest.param({"recipient": DECLINED}, Skipped(Skip.OPTED_OUT), id="opted out, at night"),
+        pytest.param({"recipient": DECLINED, "claimed_at": AT_NOON}, Skipped(Skip.OPTED_OUT), id="opted out"),
+        pytest.param(
+            {"recipient": DECLINED, "ignore_quiet_hours": True}, Skipped(Skip.OPTED_OUT), id="opted out of that too"
+        ),
+        pytest.param({"recipient": DECLINED, "is_expired": True}, Skipped(Skip.EXPIRED), id="opted out and expired"),
+        pytest.param(
+            {"recipient": replace(NOWHERE, push_enabled=False)}, Skipped(Skip.OPTED_OUT), id="opted out, of no zone"
+        ),
+        pytest.param({"recipient": NOWHERE, "ignore_quiet_hours": True}, None, id="it wakes people up, of no zone"),
+        pytest.param({"recipient": NOWHERE, "is_expired": True}, Skipped(Skip.EXPIRED), id="expired, of no zone"),
+        pytest.param({"recipient": SLEEPER, "may_give_back": False}, Deferred(4 * 3600.0), id="claimed long ago"),
+    ],
+)
+def test_what_the_recipient_wants_decides_before_any_device_does(
+    about: dict[str, Any], outcome: Skipped | Deferred | None
+) -> None:
+    assert before_push(replace(a_delivery(), **{"claimed_at": IN_THE_NIGHT} | about), 0.0) == outcome
+
+
+def test_a_time_zone_that_is_none_is_for_the_drain_to_tell() -> None:
+    with pytest.raises(BadTimeZone, match="Mars"):
+        before_push(replace(a_delivery(), recipient=NOWHERE, claimed_at=IN_THE_NIGHT), 0.0)
+
+
+@given(CHANCES)
+def test_a_city_wakes_within_a_minute_after_the_quiet_hours_and_never_before_their_end(chance: float) -> None:
+    outcome = before_push(replace(a_delivery(), recipient=SLEEPER, claimed_at=IN_THE_NIGHT), chance)
+
+    assert outcome == Deferred(4 * 3600 + 60 * chance)

@@ -3,6 +3,7 @@
 Read drain.py first; it is the specification, in code. Then:
 
     delivery.py         a row that a drain holds, its lease, its device      pure
+    recipient.py        what its recipient wants: opted out, quiet hours         pure
     request.py          a delivery as the request APNs wants                 pure
     answer.py           what APNs said, read from a response                 pure
     reasons.py          every reason of APNs, whom it blames, what it means  pure

@@ -5,6 +5,8 @@ from datetime import datetime
 from enum import StrEnum
 from uuid import UUID
 
+from core.recipient import Recipient
+
 
 class Environment(StrEnum):
     """Which of Apple's two services a device token is valid at."""
@@ -47,6 +49,10 @@ class Delivery:
     collapse_id: str | None
     expires_at: int | None  # epoch seconds
     apns_id: UUID
+    claimed_at: float = 0.0  # epoch seconds, by the database's clock
+    is_expired: bool = False
+    ignore_quiet_hours: bool = False
+    recipient: Recipient | None = None  # None: always awake, and opted in
     may_give_back: bool  # False once it was first claimed too long ago: then every claim counts
 
 

@@ -3,7 +3,8 @@
     1. Sweep: what its last attempt left behind with an expired lease has failed.
     2. Claim a batch of what is due. No other drain can take it until the lease expires; if we die, it expires by
        itself and the rows are due again.
-    3. Bind each delivery to its user's devices. One with no device is skipped.
+    3. Look at what the recipient wants now: opted out or too late is skipped, quiet hours defer. Bind each of the
+       others to its user's devices. One with no device is skipped.
     4. Push, as long as time and lease allow; what was not begun is released. One alone first, until APNs has proven to
        work and to hear us: an outage or a bad key costs a push or two, and no row its attempts.
     5. Judge each answer in that light, and settle it while the others are still in flight.
@@ -23,9 +24,11 @@ from typing import Protocol, assert_never
 from core.answer import Answer, Unsendable
 from core.delivery import Delivery, Environment, Push
 from core.proof import Decided, Fault, Proof
+from core.recipient import BadTimeZone
 from core.sending import send
 from core.settling import Settling
 from core.verdict import (
+    Deferred,
     Failed,
     InvalidToken,
     Ladder,
@@ -36,6 +39,7 @@ from core.verdict import (
     Skip,
     Skipped,
     Withheld,
+    before_push,
 )
 
 PUSH_SECONDS = 3 + 8  # the longest that a push may take: to connect, and to be answered
@@ -93,6 +97,7 @@ class Witness(Protocol):
     def swept(self, swept: Swept) -> None: ...
     def answered(self, push: Push, answer: Answer) -> None: ...
     def withheld(self, fault: Fault) -> None: ...
+    def bad_time_zone(self, delivery: Delivery, time_zone: str) -> None: ...
     def settled(self, settled: Settled) -> None: ...
 
 
@@ -137,6 +142,8 @@ class Tally:
                 self.invalid_token += 1
             case _, Skipped():
                 self.skipped += 1
+            case _, Deferred():
+                self.deferred += 1
             case _, Withheld():
                 self.withheld += 1
             case _, Released():
@@ -191,15 +198,19 @@ class Drain:
         if not deliveries:
             return 0
         async with Settling(self._settle, self.clock.elapsed) as settling:
-            if self.gateway is None:
-                for delivery in deliveries:
-                    settling.put((delivery, Skipped(Skip.UNCONFIGURED)))
+            wanted = []
+            for delivery in deliveries:
+                if unwanted := self._before_push(delivery):
+                    settling.put((delivery, unwanted))
+                else:
+                    wanted.append(delivery)
+            if self.gateway is None or not wanted:
                 return len(deliveries)
 
-            pushes = await self.outbox.bind(deliveries)
+            pushes = await self.outbox.bind(wanted)
             bound = {push.delivery.id for push in pushes}
-            self.tally.claimed += len(bound - {delivery.id for delivery in deliveries})
-            for delivery in deliveries:
+            self.tally.claimed += len(bound - {delivery.id for delivery in wanted})
+            for delivery in wanted:
                 if delivery.id not in bound:
                     settling.put((delivery, Skipped(Skip.NO_PUSH_TOKEN)))
 
@@ -216,6 +227,15 @@ class Drain:
             await send(topics, self.proof, push_one=self._push, may_begin=may_begin, decided=decided)
             decided(self.proof.close(await self.outbox.accepted_lately() if self.proof.undecided else ()))
         return len(deliveries)
+
+    def _before_push(self, delivery: Delivery) -> Outcome | None:
+        if self.gateway is None:
+            return Skipped(Skip.UNCONFIGURED)
+        try:
+            return before_push(delivery, self.dice())
+        except BadTimeZone as fault:  # one recipient's fault is theirs alone, and better at night than never
+            self.witness.bad_time_zone(delivery, str(fault))
+            return None
 
     async def _push(self, push: Push) -> Answer:
         assert self.gateway is not None  # noqa: S101  else nothing is pushed

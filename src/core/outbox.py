@@ -9,7 +9,8 @@ from typing import Any, LiteralString, assert_never
 from core.database import Database, DatabaseGone, StatementRefused
 from core.delivery import Delivery, Device, Environment, Lease, Push
 from core.drain import Settled, Swept
-from core.verdict import Failed, InvalidToken, Outcome, Released, Retry, Sent, Skip, Skipped, Withheld
+from core.recipient import Recipient
+from core.verdict import Deferred, Failed, InvalidToken, Outcome, Released, Retry, Sent, Skip, Skipped, Withheld
 
 LONGEST_ERROR = 500  # characters: the column's own CHECK
 SWEEP_LIMIT = 500  # rows: a drain leases at most a few dozen, so even ten crashed ones are swept at once
@@ -20,6 +21,8 @@ AGAIN_SECONDS = 0.1  # before a settle that failed is tried again; a server that
 
 _SKIPPED = {
     Skip.NO_PUSH_TOKEN: "The user has no live device, or the one that was asked for is not live or not the user's.",
+    Skip.OPTED_OUT: "The recipient has opted out of pushes.",
+    Skip.EXPIRED: "It expired before it could be pushed.",
     Skip.UNCONFIGURED: "APNs is not configured. Only what is inserted after it has been is pushed.",
 }
 
@@ -193,6 +196,17 @@ def _delivery(row: dict[str, Any]) -> Delivery:
         collapse_id=row["collapse_id"],
         expires_at=row["expires_at"],
         apns_id=row["apns_id"],
+        claimed_at=row["claimed_at"],
+        is_expired=bool(row["is_expired"]),
+        ignore_quiet_hours=row["ignore_quiet_hours"],
+        recipient=None
+        if row["time_zone"] is None
+        else Recipient(
+            push_enabled=row["push_enabled"],
+            time_zone=row["time_zone"],
+            quiet_from=row["quiet_from"],
+            quiet_until=row["quiet_until"],
+        ),
         may_give_back=row["may_give_back"],
     )
 
@@ -230,6 +244,15 @@ class _Write:
                 return cls(**row, statuses="sent")
             case Retry(reason, error, delay):
                 return cls(**row, statuses="pending", reasons=reason, errors=storable(error), delays=delay)
+            case Deferred(delay):
+                return cls(
+                    **row,
+                    statuses="pending",
+                    reasons="quiet_hours",
+                    errors="It is quiet hours where the recipient is.",
+                    delays=delay,
+                    give_backs=True,
+                )
             case Withheld(reason, error, delay):
                 return cls(
                     **row, statuses="pending", reasons=reason, errors=storable(error), delays=delay, give_backs=True
@@ -272,7 +295,7 @@ def _without_words(outcome: Outcome) -> Outcome:
             return replace(outcome, reason=reason, error=error)
         case InvalidToken():
             return replace(outcome, reason=reason, error=error)
-        case Sent() | Skipped() | Released():
+        case Sent() | Skipped() | Deferred() | Released():
             return outcome
         case _:
             assert_never(outcome)

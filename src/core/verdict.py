@@ -1,13 +1,14 @@
 """What becomes of a delivery, given what APNs said. Pure: no clock, no I/O, and the dice are handed in."""
 
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import assert_never
 
 from core.answer import Accepted, Answer, Rejected, Unanswered, Unbegun, Unsendable
 from core.delivery import Delivery, Device, Push
 from core.reasons import Blame, blame, describe
+from core.recipient import WAKING_SECONDS, quiet_until
 
 WITHHELD_SECONDS = 300  # a key or a topic is mended by people; five minutes later is soon enough, and one push cheap
 
@@ -17,6 +18,8 @@ class Skip(StrEnum):
 
     NO_PUSH_TOKEN = "no_push_token"  # noqa: S105  a word, not a password
     UNCONFIGURED = "unconfigured"
+    OPTED_OUT = "opted_out"
+    EXPIRED = "expired"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,13 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
+class Deferred:
+    """It is quiet hours where the recipient is. Due when they end, in `delay` seconds; the attempt is given back."""
+
+    delay: float
+
+
+@dataclass(frozen=True, slots=True)
 class Withheld:
     """Nothing of the delivery was judged, since we or APNs are at fault. The attempt is given back."""
 
@@ -73,7 +83,7 @@ class Released:
     """Its push never began. Due again at once, and the attempt is given back."""
 
 
-type Outcome = Sent | Retry | Failed | InvalidToken | Skipped | Withheld | Released
+type Outcome = Sent | Retry | Failed | InvalidToken | Skipped | Deferred | Withheld | Released
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +106,26 @@ def jittered(seconds: float, chance: float) -> float:
     So what failed together does not return together.
     """
     return seconds / 2 + seconds / 2 * chance
+
+
+def before_push(delivery: Delivery, chance: float) -> Skipped | Deferred | None:
+    """Say what becomes of a delivery that is not to be pushed now, whatever devices there are; None: it is.
+
+    Raises BadTimeZone if the recipient's is none.
+    """
+    recipient = delivery.recipient
+    if delivery.is_expired:
+        return Skipped(Skip.EXPIRED)
+    if recipient is None:
+        return None
+    if not recipient.push_enabled:
+        return Skipped(Skip.OPTED_OUT)
+    if delivery.ignore_quiet_hours:
+        return None
+    now = datetime.fromtimestamp(delivery.claimed_at, UTC)
+    if (end := quiet_until(recipient, now)) is None:
+        return None
+    return Deferred((end - now).total_seconds() + WAKING_SECONDS * chance)
 
 
 def judge(push: Push, answer: Answer, ladder: Ladder, chance: float) -> Outcome:

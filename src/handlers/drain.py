@@ -16,7 +16,7 @@ from aws_lambda_powertools.metrics import MetricUnit, single_metric
 from core.answer import Answer, Unanswered
 from core.apns import Apns, tls
 from core.database import Database
-from core.delivery import Environment, Push
+from core.delivery import Delivery, Environment, Push
 from core.drain import CLOSING_SECONDS, PUSH_SECONDS, Clock, Drain, Pace, Settled, Swept, Tally
 from core.outbox import Backlog, PostgresOutbox
 from core.proof import Fault
@@ -82,6 +82,12 @@ class _LogWitness:
                 "reason": fault.reason,
                 "error": fault.error,
             },
+        )
+
+    def bad_time_zone(self, delivery: Delivery, time_zone: str) -> None:
+        logger.warning(
+            "the recipient's time zone is none: pushed without regard to quiet hours",
+            extra={"delivery_id": delivery.id, "time_zone": time_zone[:100]},
         )
 
     def swept(self, swept: Swept) -> None:

@@ -10,7 +10,8 @@ WITH due AS MATERIALIZED (
      ORDER BY next_attempt_at, id
      LIMIT 1
        FOR NO KEY UPDATE SKIP LOCKED
-)
+),
+claimed AS (
 UPDATE notification_delivery nd
    SET attempts         = nd.attempts + 1,
        next_attempt_at  = now() + make_interval(secs => %(lease_seconds)s),
@@ -18,9 +19,19 @@ UPDATE notification_delivery nd
        updated_at       = now()
   FROM due
  WHERE nd.id = due.id
-RETURNING
-    nd.id, nd.attempts, nd.next_attempt_at AS lease, nd.push_type, nd.priority, nd.collapse_id, nd.apns_id,
-    extract(epoch FROM due.due_at)::float8 AS due_at,
-    extract(epoch FROM nd.expires_at)::bigint AS expires_at,
-    convert_to(nd.payload::text, 'UTF8') AS payload,
-    nd.first_claimed_at > now() - make_interval(hours => %(give_back_hours)s) AS may_give_back;
+RETURNING nd.*, due.due_at
+)
+SELECT
+    claimed.id, claimed.attempts, claimed.next_attempt_at AS lease, claimed.push_type, claimed.priority,
+    claimed.collapse_id, claimed.apns_id, claimed.ignore_quiet_hours,
+    extract(epoch FROM claimed.due_at)::float8 AS due_at,
+    extract(epoch FROM claimed.claimed_at)::float8 AS claimed_at,
+    extract(epoch FROM claimed.expires_at)::bigint AS expires_at,
+    claimed.expires_at <= now() AS is_expired,
+    convert_to(claimed.payload::text, 'UTF8') AS payload,
+    claimed.first_claimed_at > now() - make_interval(hours => %(give_back_hours)s) AS may_give_back,
+    recipient.push_enabled, recipient.time_zone,
+    extract(epoch FROM recipient.quiet_from)::int AS quiet_from,
+    extract(epoch FROM recipient.quiet_until)::int AS quiet_until
+  FROM claimed
+  LEFT JOIN recipient ON recipient.user_id = claimed.user_id;
