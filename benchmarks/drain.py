@@ -31,7 +31,7 @@ from benchmarks.report import OURS, TIMES
 from core.answer import Answer
 from core.apns import Apns
 from core.database import Database, connect
-from core.delivery import Environment, Push
+from core.delivery import Delivery, Environment, Push
 from core.drain import Drain, Pace, Settled, Swept
 from core.outbox import PostgresOutbox
 from core.proof import Fault
@@ -85,6 +85,7 @@ class SilentWitness:
     def swept(self, swept: Swept) -> None: ...
     def answered(self, push: Push, answer: Answer) -> None: ...
     def withheld(self, fault: Fault) -> None: ...
+    def bad_time_zone(self, delivery: Delivery, time_zone: str) -> None: ...
     def settled(self, settled: Settled) -> None: ...
 
 
