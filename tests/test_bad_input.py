@@ -252,14 +252,14 @@ def test_unconfigured_skips_what_is_due_for_good_and_later_only_what_is_new_is_p
 
 def test_a_payload_that_is_no_object_does_not_get_in(stack: Stack) -> None:
     for payload in ("[]", '"text"', "3", "null"):
-        with pytest.raises(errors.CheckViolation, match="payload_is_a_json_object"):
+        with pytest.raises(errors.CheckViolation, match="payload is no JSON object"):
             stack.db.execute("SELECT enqueue_notification('u', %s::jsonb)", [payload])
     assert stack.rows() == {}
 
 
 def test_a_token_that_is_not_hex_does_not_get_in(stack: Stack) -> None:
     for token in ("", "abc", "xy", "ab cd", "ab\n"):
-        with pytest.raises(errors.CheckViolation, match="token_is_hex"):
+        with pytest.raises(errors.CheckViolation, match=r"token (is not in hex|has an odd number of hex digits)"):
             stack.db.execute("SELECT register_push_token('u', %s)", [token])
 
 
@@ -288,7 +288,14 @@ def test_absurd_rows_fail_alone(stack: Stack) -> None:
         {},
     ]
     ids = [stack.one("SELECT enqueue_notification(%s, %s::jsonb)", user, json.dumps(each)) for each in payloads]
-    ids += [stack.enqueue(user, expires_at=date) for date in ("4000-01-01 BC", "1970-01-01", "200000-01-01 00:00+14")]
+    ids += [
+        stack.one(
+            "INSERT INTO notification_delivery (user_id, payload, expires_at) VALUES (%s, '{}', %s) RETURNING id",
+            user,
+            date,
+        )
+        for date in ("4000-01-01 BC", "1970-01-01", "200000-01-01 00:00+14")
+    ]
     stack.db.execute(
         "INSERT INTO notification_delivery (user_id, payload, next_attempt_at, attempts) VALUES"
         " (%(user)s, '{}', '4000-01-01 BC', 0), (%(user)s, '{}', now(), 1000000)",
@@ -299,7 +306,8 @@ def test_absurd_rows_fail_alone(stack: Stack) -> None:
     tally = stack.drain()
 
     assert tally["claimed"] == 10
-    assert tally["sent"] + tally["failed"] == 10
+    assert tally["skipped"] == 2  # what expired long ago
+    assert tally["sent"] + tally["failed"] == 8
     assert stack.ends()[normal.id] == ("sent", None, 1)
 
 

@@ -145,8 +145,8 @@ class Story:
     def settle(self, outcomes: list[tuple[Delivery, Outcome]]) -> dict[int, str]:
         """Write down what passes, and say how those rows end."""
         passed = [(delivery, outcome) for delivery, outcome in outcomes if self.passes(delivery, outcome)]
-        for _, outcome in passed:
-            if isinstance(outcome, InvalidToken):
+        for delivery, outcome in passed:
+            if isinstance(outcome, InvalidToken) and self.rows[delivery.id].status == "pending":
                 token = self.tokens[outcome.device.push_token_id]
                 registered = token.registered // 1000 * 1000
                 if outcome.dead_since is None or registered <= since_start(outcome.dead_since):
@@ -173,6 +173,8 @@ class Story:
                 row.status, row.reason = "failed", reason
             case Skipped(why):
                 row.status, row.reason = "skipped", why.value
+            case InvalidToken() if row.status != "pending":
+                pass  # said again: the end stays, also where the device is back since
             case InvalidToken(reason, _, device, _, if_alive):
                 if self.tokens[device.push_token_id].live:
                     self._write(row, delivery, if_alive)
@@ -280,7 +282,7 @@ class Drains(RuleBasedStateMachine):
     def register(self, user: str, text: str) -> None:
         row = self.world.db.execute("SELECT register_push_token(%s, %s)", [user, text]).fetchone()
         assert row is not None
-        known = [id_ for id_, token in self.story.tokens.items() if token.live and token.text == text]
+        known = [id_ for id_, token in self.story.tokens.items() if token.text == text]
         assert row[0] in known or (not known and row[0] not in self.story.tokens)
         self.story.tokens[row[0]] = Token(user, text, self.story.now)
 

@@ -10,7 +10,7 @@ WITH verdict AS MATERIALIZED (
                  push_token_id, token, dead_since, status_if_alive)
 ),
 held AS MATERIALIZED (
-    SELECT v.*
+    SELECT v.*, nd.status AS found
       FROM verdict v
       JOIN notification_delivery nd ON nd.id = v.id
      WHERE (nd.next_attempt_at = v.lease   -- the fence: the lease that our claim wrote is still there
@@ -26,7 +26,8 @@ held AS MATERIALIZED (
 token AS MATERIALIZED (                    -- as it is now, and stays until we are done: a device may be registering again
     SELECT pt.id, pt.token, pt.registered_at, pt.invalidated_at
       FROM push_token pt
-     WHERE pt.id IN (SELECT push_token_id FROM held WHERE status = 'invalid_token')
+     WHERE pt.id IN (SELECT push_token_id FROM held WHERE status = 'invalid_token'
+                                              AND found = 'pending')  -- not where it is only said again
      ORDER BY pt.id
        FOR NO KEY UPDATE OF pt
 ),
@@ -38,6 +39,7 @@ dead AS (
       JOIN token ON token.id = held.push_token_id
      WHERE pt.id = token.id
        AND held.status = 'invalid_token'
+       AND held.found = 'pending'
        AND token.token = held.token        -- exactly the token that was sent
        AND token.invalidated_at IS NULL
        AND (held.dead_since IS NULL        -- APNs' date has milliseconds, so compare in milliseconds
@@ -47,7 +49,9 @@ dead AS (
 judged AS (
     SELECT held.id, held.reason, held.error, held.delay, held.give_back,
            -- The device registered again after the instant APNs speaks of: it is alive, and the delivery may try again.
-           CASE WHEN held.status = 'invalid_token' AND dead.id IS NULL AND token.id IS NOT NULL
+           CASE WHEN held.status = 'invalid_token' AND held.found <> 'pending'
+                THEN held.found            -- and an end stays the end it was
+                WHEN held.status = 'invalid_token' AND dead.id IS NULL AND token.id IS NOT NULL
                      AND token.invalidated_at IS NULL
                 THEN held.status_if_alive
                 ELSE held.status
