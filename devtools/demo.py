@@ -281,6 +281,18 @@ def _everyday(demo: Demo) -> None:
     demo.insert("scheduled: in an hour", "nina", send_at=now + timedelta(hours=1))
     demo.insert("deduplicated: inserted twice", "nina", dedupe_key="welcome-nina")
     demo.insert("deduplicated: inserted twice", "nina", dedupe_key="welcome-nina")
+    demo.device("paul")
+    demo.db.execute(
+        "SELECT set_quiet_hours('paul', (%(now)s - interval '1 h')::time, (%(now)s + interval '1 h')::time, 'UTC')",
+        {"now": now.replace(tzinfo=None)},
+    )
+    demo.insert("quiet hours where the recipient is", "paul")
+    demo.device("quinn")
+    demo.db.execute("SELECT set_push_enabled('quinn', false)")
+    demo.insert("the recipient has opted out", "quinn")
+    demo.device("rosa")
+    expired = demo.insert("expired before it could be pushed", "rosa", expires_at=now + timedelta(minutes=5))
+    demo.db.execute("UPDATE notification_delivery SET expires_at = now() WHERE id = %s", [expired.delivery_id])
     demo.device("otto")
     demo.insert("silent, in the background", "otto", push_type="background", priority=10)
     _table_of_what_was_inserted(demo)
@@ -444,6 +456,14 @@ def _the_key_is_wrong(demo: Demo) -> None:
 def _time_heals(demo: Demo) -> None:
     demo.screen.title("7  Time passes: backoff after backoff, and somebody mends the topic")
     demo.db.execute("UPDATE push_token SET topic = NULL WHERE user_id = 'jan'")
+    asleep = demo.row(next(story for story in demo.stories.values() if "quiet hours" in story.what))
+    demo.screen.promise(
+        "Quiet hours defer and never drop",
+        holds=(asleep["status"], asleep["reason"], asleep["attempts"]) == ("pending", "quiet_hours", 0),
+        seen=f"{asleep['status']} {asleep['reason']}, attempts = {asleep['attempts']}",
+    )
+    demo.db.execute("SELECT set_quiet_hours('paul', NULL, NULL)")
+    demo.screen.say("Morning comes for paul.")
     for _ in range(MAX_ATTEMPTS + 1):
         advance(demo.db, 3600)
         demo.drain("an hour later")
@@ -520,6 +540,12 @@ def _promises(demo: Demo) -> None:
     ).fetchone()
     demo.screen.promise(
         "A dedupe key queues once", holds=again is not None and again["n"] == 1, seen="1 row for 2 inserts"
+    )
+    unwanted = {row["user_id"]: row["reason"] for row in rows if row["user_id"] in {"quinn", "rosa"}}
+    demo.screen.promise(
+        "Who opted out is not pushed to, nor is what has expired",
+        holds=unwanted == {"quinn": "opted_out", "rosa": "expired"},
+        seen=", ".join(f"{user} {reason}" for user, reason in unwanted.items()),
     )
     early = [row for row in rows if row["user_id"] == "anna"]
     demo.screen.promise(
