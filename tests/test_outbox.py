@@ -1637,7 +1637,7 @@ def ways_in(plan: list[dict[str, Any]]) -> set[str]:
     }
 
 
-CROWD = 200_000
+CROWD = 1_000_000
 DUE, LEASED, BY_ID = "notification_delivery_due", "notification_delivery_leased", "notification_delivery_pkey"
 DEVICES, DEVICE_BY_ID, RECIPIENT = "push_token_of_user", "push_token_pkey", "recipient_pkey"
 
@@ -1645,7 +1645,7 @@ DEVICES, DEVICE_BY_ID, RECIPIENT = "push_token_of_user", "push_token_pkey", "rec
 def crowded(
     postgres: LocalPostgres, admin: psycopg.Connection, template: str, state: LiteralString
 ) -> Iterator[psycopg.Connection]:
-    """Make a database with 200,000 deliveries and the devices and wishes of 20,000 users. Its statistics are fresh."""
+    """Make a database with a million deliveries and the devices and wishes of 20,000 users. Its statistics are fresh."""
     create(admin, "crowded", template)
     try:
         with psycopg.connect(postgres.dsn("crowded"), autocommit=True) as connection:
@@ -1718,7 +1718,7 @@ DEVICE = Device(push_token_id=5, token="ab", environment=Environment.PRODUCTION,
     ],
     ids=["claim", "claim_suspect", "sweep", "bind", "settle", "release"],
 )
-def test_among_200_000_rows_each_verb_goes_by_its_index(
+def test_among_a_million_rows_each_verb_goes_by_its_index(
     verb: Callable[[Session], object], expected: set[str], crowd: psycopg.Connection
 ) -> None:
     # One device by its id is one look, and on some versions it is found among its user's just as well.
