@@ -1645,7 +1645,7 @@ DEVICES, DEVICE_BY_ID, RECIPIENT = "push_token_of_user", "push_token_pkey", "rec
 def crowded(
     postgres: LocalPostgres, admin: psycopg.Connection, template: str, state: LiteralString
 ) -> Iterator[psycopg.Connection]:
-    """Make a database with a million deliveries and the devices and wishes of 20,000 users. Its statistics are fresh."""
+    """Make a database of a million deliveries, with the devices and wishes of 20,000 users and fresh statistics."""
     create(admin, "crowded", template)
     try:
         with psycopg.connect(postgres.dsn("crowded"), autocommit=True) as connection:

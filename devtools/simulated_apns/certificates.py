@@ -40,7 +40,11 @@ class Authority:
     def server_context(self, directory: Path) -> ssl.SSLContext:
         """Issue a certificate for 127.0.0.1 and localhost; OpenSSL takes it from a file only."""
         key = ec.generate_private_key(ec.SECP256R1())
-        names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        names = [
+            x509.DNSName("localhost"),
+            x509.DNSName("host.docker.internal"),  # what a container calls the machine that it runs on
+            x509.IPAddress(ipaddress.ip_address("127.0.0.1")),
+        ]
         certificate = (
             _certificate(
                 subject=_name("Simulated APNs"),

@@ -250,12 +250,13 @@ class Stack:
         return self.one("SELECT register_push_token(%s, %s, %s, %s)", user, token, environment, topic), token
 
     def enqueue(self, user: str, *, text: str = "", **options: object) -> int:
-        """Queue a delivery by the function that producers use; one too large for that, by a plain INSERT."""
+        """Queue a delivery by the function that producers use; what it may refuse, by a plain INSERT."""
         payload = json.dumps({"aps": {"alert": f"{self.word} {text}"}})
-        if len(text) >= 4096:
-            assert not options
-            plain = "INSERT INTO notification_delivery (user_id, payload) VALUES (%s, %s) RETURNING id"
-            return int(self.one(plain, user, payload))
+        if len(text) >= 4096 or "expires_at" in options:
+            columns = {"user_id": user, "payload": payload, **options}
+            names, marks = ", ".join(columns), ", ".join(["%s"] * len(columns))
+            plain = f"INSERT INTO notification_delivery ({names}) VALUES ({marks}) RETURNING id"
+            return int(self.one(plain, *columns.values()))
         named = "".join(f", {name} => %s" for name in options)
         return int(self.one(f"SELECT enqueue_notification(%s, %s::jsonb{named})", user, payload, *options.values()))
 
