@@ -215,6 +215,7 @@ KNOWN = {
     *re.findall(r'"([A-Z][A-Z_]+)"', (ROOT / "src/core/settings.py").read_text()),
     *re.findall(r'environ\.get\("([A-Z_]+)"', Path(str(deploy.__file__)).read_text()),
     "POWERTOOLS_SERVICE_NAME",
+    "AWS_ENDPOINT_URL",  # botocore does
 }
 
 
