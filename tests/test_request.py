@@ -102,6 +102,13 @@ def test_the_priority_is_the_rows_or_10_and_of_a_background_push_always_5(
     assert headers(a_push(1, delivery))["apns-priority"] == sent
 
 
+def test_a_live_activity_of_priority_1_is_not_sent_since_apple_takes_none() -> None:
+    unsendable = compose(a_push(1, a_delivery(1, push_type="liveactivity", priority=1)), "com.example.app")
+
+    assert isinstance(unsendable, Unsendable)
+    assert unsendable.reason == "BadPriority"
+
+
 def test_the_collapse_id_is_the_rows_or_its_apns_id_so_that_a_second_push_replaces_the_first() -> None:
     assert headers(a_push(1, a_delivery(1, collapse_id="chat 7")))["apns-collapse-id"] == "chat 7"
 

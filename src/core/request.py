@@ -44,6 +44,8 @@ def compose(push: Push, key_topic: str) -> Request | Unsendable:
             f"The payload has {len(body)} bytes; APNs takes at most {largest} of a {delivery.push_type}.",
         )
     priority = 5 if delivery.push_type == "background" else delivery.priority or 10  # anything but 5 is an error there
+    if delivery.push_type == "liveactivity" and priority == 1:
+        return Unsendable("BadPriority", "A liveactivity has priority 10 or 5; APNs takes no 1 of it.")
     apns_id = str(delivery.apns_id)
     headers = [
         ("apns-topic", topic_of(push, key_topic)),
