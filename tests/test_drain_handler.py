@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from datetime import UTC, datetime, timedelta
 
@@ -562,6 +563,28 @@ def test_importing_the_handler_needs_nothing_and_does_nothing() -> None:
         check=False,
     )
     assert (imported.returncode, imported.stdout, imported.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+def test_a_batch_of_fifty_costs_two_round_trips_the_proof_and_the_rest(stack: Stack, warm: bool) -> None:  # noqa: FBT001
+    """A server that delays every answer sees it: what arrives without an answer in between is one round trip."""
+    if warm:
+        stack.post()
+        stack.drain()
+    before, connections = len(stack.apns.journal), stack.apns.connections
+    stack.post_many(50)
+    stack.apns.hold()
+
+    drained = stack.begin()
+
+    stack.apns.wait_for_pushes(before + 1, timeout=20)
+    time.sleep(0.3)  # in which the others would have come, if any came without the first one's answer
+    assert len(stack.apns.journal) == before + 1
+    stack.apns.release_one(0)
+    stack.apns.wait_for_pushes(before + 50, timeout=20)
+    stack.apns.release()
+    assert drained.result(timeout=20) == only(claimed=50, pushed=50, sent=50)
+    assert stack.apns.connections == connections + (not warm)
 
 
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
