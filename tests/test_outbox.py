@@ -101,7 +101,7 @@ def ids(deliveries: Sequence[Delivery]) -> list[int]:
 # The claim's limit, and the planner's traps.
 
 
-# design.md's own first draft and its table, as narrow as the trap needs it.
+# The obvious statement, as a first draft has it, and its table, as narrow as the trap needs it.
 FIRST_TABLE = """
 CREATE SCHEMA first_draft;
 CREATE TABLE first_draft.notification_delivery (
